@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What the simulator offers to a test beside the HIP calls. A C header: load the
+ * functions with dlsym() from the same libamdhip64.so.7, and leave them alone when
+ * they are not there, which is how to recognise a real runtime.
+ *
+ * Profiles, switches, calls and statistics are enumerated by name, so that more of
+ * them break nobody. Functions return 0, or 1 for a name or value that is not
+ * allowed. All are thread-safe.
+ *
+ * Environment, read at the first call of any function:
+ *   HIPSIM_PROFILE      the profile to start with; the newest when not set
+ *   HIPSIM_VRAM_BYTES   memory of each of the eight devices; 8 GiB when not set
+ *   GPU_FORCE_BLIT_COPY_SIZE, HSA_ENABLE_SDMA   as in HIP and ROCr
+ * After a HIPSIM_ value that makes no sense every HIP call returns hipErrorNoDevice.
+ *
+ * A child made by fork() has no device when its parent had a stream, an event or
+ * memory: every HIP call returns hipErrorNotInitialized, as CUDA does; nothing hangs.
+ */
+#ifndef HIPSIM_CONTROL_H
+#define HIPSIM_CONTROL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What is wrong with the environment; null when nothing is. */
+const char* hipsim_environment_error(void);
+
+/* The releases that can be simulated; null past the last. */
+const char* hipsim_profile_name(size_t index);
+
+/* The one that is. */
+const char* hipsim_profile(void);
+
+/* Waits for the work in flight, then sets the profile (null keeps it) and takes
+ * faults, switches, counters, a GPU memory fault and the calling thread's last error
+ * back to the start. Allocations, streams and events stay. */
+int hipsim_reset(const char* profile);
+
+/* The functions that hipsim_fail() knows; null past the last. */
+const char* hipsim_call_name(size_t index);
+
+/* The nth call of the function from now on (1: the next) returns `error`, does
+ * nothing else, and is counted. */
+int hipsim_fail(const char* call, uint64_t nth, int error);
+
+/* Switches:
+ *   corrupt_loads     not 0: copies from host to device write every byte inverted
+ *   copy_latency_us   each copy, batch or fill waits this long, in its stream, before
+ *                     a byte moves
+ * They hold for what is queued from now on. */
+int hipsim_set_switch(const char* name, int64_t value);
+
+struct hipsim_stat {
+  char name[64];
+  uint64_t value;
+};
+
+/* Fills at most `capacity` entries from one moment and returns how many there are.
+ *   streams, events, device_allocations, device_bytes, registered_ranges,
+ *   registered_bytes, host_allocations, host_allocation_bytes
+ *                                   live now
+ *   batch_calls, batch_copies       accepted by hipMemcpyBatchAsync
+ *   staged_copies, staged_bytes     moved to or from pageable host memory
+ *   memory_faults                   on a GPU the process would have died
+ *   copies.E.D, bytes.E.D           moved by engine E (sdma, blit; host: the CPU, for
+ *                                   pageable to pageable) in direction D (h2d, d2h,
+ *                                   d2d, h2h); a copy is counted once it is made
+ *   calls.F                         of function F */
+size_t hipsim_stats(struct hipsim_stat* stats, size_t capacity);
+
+/* Queued work is dropped and running work ends early; returns when none runs. Calls
+ * still succeed but move nothing. For the end of a process that is about to free
+ * memory which a stream may still be copying. */
+void hipsim_abandon(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
