@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The series of the project on the two vLLMs that it is for."""
+
+import csv
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from base64 import urlsafe_b64encode
+from pathlib import Path
+
+import pytest
+
+from vllm_rocm_memory.series import SeriesError, operations, verification
+from vllm_rocm_memory.series.bases import measure
+from vllm_rocm_memory.series.definition import load
+from vllm_rocm_memory.series.export import export
+from vllm_rocm_memory.series.target import Target
+from vllm_rocm_memory.serve import is_cpu_build
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def ours():
+    return load()
+
+
+def test_the_installed_tree_is_pristine(installed_tree, ours):
+    """By the sums that the wheel itself came with.
+
+    Of a GPU machine's own vLLM only where the series touches it: the rest is its own.
+    """
+    looked_at = {file for patch in ours.patches for file in patch.files}
+    (record,) = Target.find(installed_tree).records
+    wrong, checked = [], 0
+    for name, digest, _ in csv.reader((installed_tree / record).open()):
+        path = installed_tree / name
+        if name.startswith("vllm/") and name.endswith(".py"):
+            found = hashlib.sha256(path.read_bytes()).digest()
+            spelled = urlsafe_b64encode(found).rstrip(b"=").decode()
+            if name in looked_at or is_cpu_build():
+                wrong += [name] * (digest != f"sha256={spelled}")
+            checked += 1
+    assert wrong == []
+    assert checked > 2000
+
+
+def test_the_sums_of_the_bases(upstream_tree, ours):
+    for version in ("0.32.0", "0.33.0"):
+        target = Target.find(upstream_tree(version))
+        assert measure(ours, target) == ours.bases[version]
+    assert set(ours.bases) == {"0.32.0", "0.33.0"}
+
+
+def test_the_installed_tree_is_its_base(installed_tree, installed_version, ours):
+    """Also where it is the CPU build, a distribution of another name."""
+    measured = measure(ours, Target.find(installed_tree))
+    assert measured == ours.bases[installed_version]
+
+
+def test_bases_are_entered_by_the_module(tmp_path, upstream_tree, ours):
+    package = tmp_path / "vllm_rocm_memory"
+    ignore = shutil.ignore_patterns("__pycache__", "_native", "files")
+    shutil.copytree(REPOSITORY / "vllm_rocm_memory", package, ignore=ignore)
+    shutil.copytree(REPOSITORY / "vllm", package / "series" / "files" / "vllm")
+    data = package / "series" / "bases.json"
+    wanted = json.loads(data.read_text())
+    data.write_text(json.dumps({"0.32.0": wanted["0.32.0"]}))
+    tree = str(upstream_tree("0.33.0"))
+    command = [sys.executable, "-m", "vllm_rocm_memory.series.bases"]
+    run = {"cwd": tmp_path, "timeout": 60, "capture_output": True, "text": True}
+    assert subprocess.run([*command, tree, "0.33.0"], **run).returncode == 0
+    assert json.loads(data.read_text()) == wanted
+    refused = subprocess.run([*command, str(tmp_path), "1"], **run)
+    assert refused.returncode == 2
+    assert "is not vLLM" in refused.stderr
+
+
+def test_apply_and_revert(base, ours, snapshot, record_faults, installed_version):
+    version, root = base
+    before = snapshot(root)
+    target = Target.find(root)
+    # The CPU build imports anywhere; a GPU's vLLM needs its binaries, not copied here.
+    replaced = ["vllm.v1.simple_kv_offload.copy_backend"]
+    importable = not verification.import_failures(target, replaced)
+    assert importable or not is_cpu_build()
+    outcome = operations.apply(target, ours)
+    # This also imports what the series touches, in a fresh process.
+    assert (outcome.not_verified is None) == importable
+    (row,) = operations.status(target, ours)
+    assert row.state == "applied"
+    assert row.reason.partition(";")[::2] == (
+        f"base {version}",
+        "" if importable else f" not verified by import: {outcome.not_verified}",
+    )
+    assert record_faults(root) == []
+    assert bool(target.records) == (version == installed_version)
+    operations.revert(target, ours)
+    assert snapshot(root) == before
+
+
+@pytest.mark.usefixtures("unverified", "computed_once")
+def test_killed_at_every_operation(base, ours, faults, snapshot, tmp_path):
+    _, root = base
+    # The tool reads and writes nothing else, so the rest of the tree only costs time.
+    whole = Target.find(root)
+    (patch,) = ours.patches
+    small = tmp_path / "small"
+    for path in ("vllm/__init__.py", *ours.upstream_files(patch), *whole.records):
+        (small / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / path, small / path)
+    (small / "vllm" / "platforms").mkdir()
+    original = snapshot(small)
+    target = Target.find(small)
+    faults.seen.clear()
+    operations.apply(target, ours)
+    count = len(faults.seen)
+    applied = snapshot(small)
+    assert count > 100
+    faults.dead = True
+    for number in range(1, count + 1):
+        operations.revert(target, ours)
+        faults.seen.clear()
+        faults.at = number
+        with pytest.raises(KeyboardInterrupt):
+            operations.apply(target, ours)
+        faults.at = 0
+        if number % 2:
+            operations.apply(target, ours)
+            assert snapshot(small) == applied, number
+        else:
+            operations.revert(target, ours)
+            assert snapshot(small) == original, number
+
+
+@pytest.mark.usefixtures("unverified")
+def test_git_am_on_the_source_distribution(
+    base, ours, upstream_tree, tmp_path, snapshot
+):
+    version, _ = base
+    tree = tmp_path / "tree"
+    shutil.copytree(upstream_tree(version) / "vllm", tree / "vllm")
+    target = Target.find(tree)
+    written = export(target, ours, tmp_path / "out")
+    operations.apply(target, ours)
+    applied = snapshot(tree)
+    operations.revert(target, ours)
+    who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    git = ("git", "-C", str(tree), *who, "-c", "commit.gpgsign=false")
+    for command in (
+        ("init", "-q"),
+        ("add", "--all", "--force"),
+        ("commit", "-q", "-m", "as released"),
+        ("am", "-q", *map(str, written)),
+    ):
+        subprocess.run([*git, *command], check=True, timeout=120)
+    ours_alone = {
+        path: content
+        for path, content in applied.items()
+        if not path.startswith("vllm/.rocm_memory_series/")
+    }
+    assert snapshot(tree) == ours_alone
+
+
+@pytest.mark.usefixtures("unverified")
+def test_an_unknown_base(base, ours, snapshot):
+    _, root = base
+    worker = root / "vllm" / "v1" / "simple_kv_offload" / "worker.py"
+    worker.write_text(f"{worker.read_text()}# a local change\n")
+    before = snapshot(root)
+    target = Target.find(root)
+    with pytest.raises(SeriesError, match=r"worker\.py has sha256 \w+, expected"):
+        operations.apply(target, ours)
+    user = worker.with_name("another.py")
+    user.write_text("from vllm.v1.simple_kv_offload.cuda_mem_ops import a_new_name\n")
+    with pytest.raises(SeriesError, match=r"another\.py takes a_new_name from vllm\."):
+        operations.apply(target, ours, allow_unknown_base=True)
+    user.unlink()
+    assert snapshot(root) == before
+    operations.apply(target, ours, allow_unknown_base=True)
+    operations.revert(target, ours)
+    assert snapshot(root) == before
+
+
+def test_the_variable_is_known_to_vllm(base, ours, run_python, monkeypatch):
+    monkeypatch.setattr(verification, "import_failures", lambda target, modules: {})
+    _, root = base
+    operations.apply(Target.find(root), ours)
+    code = (
+        "import importlib.util, os, sys\n"
+        # Without the package around it, which loads torch.
+        "spec = importlib.util.spec_from_file_location('envs', 'vllm/envs.py')\n"
+        "envs = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(envs)\n"
+        "name = 'VLLM_KV_OFFLOAD_COPY_ENGINE'\n"
+        "print(envs.environment_variables[name]())\n"
+        "os.environ[name] = 'batch'\n"
+        "print(envs.environment_variables[name]())\n"
+        "os.environ[name] = 'fast'\n"
+        "try:\n    envs.environment_variables[name]()\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    none, batch, error = run_python(root, code).splitlines()
+    assert (none, batch) == ("None", "batch")
+    assert "'fast' for VLLM_KV_OFFLOAD_COPY_ENGINE" in error
+    assert "['auto', 'batch']" in error

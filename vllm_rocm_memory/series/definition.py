@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a series is: `series.toml`, read and checked."""
+
+import ast
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from vllm_rocm_memory.series import SeriesError
+
+DEFINITION = Path(__file__).with_name("series.toml")
+# Above this many edited functions a file is easier to own than to edit.
+MAX_EDITED_FUNCTIONS = 2
+
+
+@dataclass(frozen=True)
+class Add:
+    """A file that upstream does not have."""
+
+    file: str
+
+
+@dataclass(frozen=True)
+class Replace:
+    """A file of upstream's that we own whole."""
+
+    file: str
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change inside one function; see `edits.edit`."""
+
+    file: str
+    function: str
+    operation: str
+    text: str
+    anchor: str | None = None
+    imports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Register:
+    """An entry in a module-level mapping, a set inside a function, or both.
+
+    Attributes:
+        mapping: name of the mapping; gets ``key: value``.
+        set: ``function.variable`` of the set; gets ``key``.
+        comment: stands above the entry of the mapping, without ``#``.
+    """
+
+    file: str
+    key: str
+    mapping: str | None = None
+    value: str | None = None
+    set: str | None = None
+    comment: str | None = None
+
+
+Step = Add | Replace | Edit | Register
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A name whose presence in a file tells that upstream has our patch."""
+
+    file: str
+    defines: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    name: str
+    title: str
+    why: str
+    how: str
+    upstream: tuple[str, ...]
+    drop_when: str
+    upstream_has: tuple[Evidence, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that the steps touch, each once, in order."""
+        return tuple(dict.fromkeys(step.file for step in self.steps))
+
+
+@dataclass(frozen=True)
+class Series:
+    """The ordered patches, the folder with our files, and the known bases.
+
+    Attributes:
+        files: the folder that holds our ``vllm/``.
+        bases: version -> path -> sha256 of upstream's file.
+    """
+
+    patches: tuple[Patch, ...]
+    files: Path
+    bases: Mapping[str, Mapping[str, str]]
+
+    @cached_property
+    def _added(self) -> frozenset[str]:
+        return frozenset(
+            step.file
+            for patch in self.patches
+            for step in patch.steps
+            if isinstance(step, Add)
+        )
+
+    def upstream_files(self, patch: Patch) -> tuple[str, ...]:
+        """Files of upstream's that `patch` touches: they identify its base."""
+        return tuple(file for file in patch.files if file not in self._added)
+
+    def source(self, file: str) -> bytes:
+        """Our content of an added or replaced file."""
+        return (self.files / file).read_bytes()
+
+    def fingerprint(self, patch: Patch) -> str:
+        """Changes whenever what `patch` does to a given base changes."""
+        digest = hashlib.sha256(repr(patch.steps).encode())
+        for step in patch.steps:
+            if isinstance(step, Add | Replace):
+                digest.update(hashlib.sha256(self.source(step.file)).digest())
+        return digest.hexdigest()
+
+    def select(self, names: Iterable[str]) -> tuple[Patch, ...]:
+        """The patches of these names in series order; all of them for no name."""
+        asked = set(names)
+        unknown = sorted(asked - {patch.name for patch in self.patches})
+        if unknown:
+            raise SeriesError(
+                f"--only {unknown[0]}: no such patch; the series has "
+                f"{', '.join(patch.name for patch in self.patches)}"
+            )
+        return tuple(p for p in self.patches if not asked or p.name in asked)
+
+
+def files_folder() -> Path:
+    """The folder that holds the series' ``vllm/``: package data or the checkout."""
+    data = DEFINITION.with_name("files")
+    checkout = DEFINITION.parents[2]
+    if (data / "vllm").is_dir():
+        return data
+    # site-packages has a vllm/ beside us too: the target, not the series.
+    if (checkout / "pyproject.toml").is_file() and (checkout / "vllm").is_dir():
+        return checkout
+    raise SeriesError(
+        f"the files of the series are neither in {data} nor in a checkout of the "
+        "project: reinstall vllm-rocm-memory"
+    )
+
+
+def load(definition: Path = DEFINITION, files: Path | None = None) -> Series:
+    """Read and check a series.
+
+    Args:
+        definition: the ``series.toml``; ``bases.json`` lies beside it.
+        files: the folder that holds our ``vllm/``; found if not given.
+
+    Raises:
+        SeriesError: naming every patch and field that is wrong.
+    """
+    files = files_folder() if files is None else files
+    try:
+        entries = tomllib.loads(definition.read_text())
+        bases = json.loads(definition.with_name("bases.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SeriesError(f"{definition} cannot be read: {error}") from error
+    problems = list(_problems(entries, files))
+    if problems:
+        raise SeriesError(f"{definition.name}: {'; '.join(problems)}")
+    return Series(tuple(_patch(entry) for entry in entries["patch"]), files, bases)
+
+
+def _patch(entry: dict[str, Any]) -> Patch:
+    return Patch(
+        name=entry["name"],
+        title=entry["title"],
+        why=entry["why"].strip(),
+        how=entry["how"].strip(),
+        upstream=tuple(entry["upstream"]),
+        drop_when=entry["drop-when"].strip(),
+        upstream_has=tuple(Evidence(**item) for item in entry["upstream-has"]),
+        steps=tuple(_step(dict(item)) for item in entry["step"]),
+    )
+
+
+def _step(item: dict[str, Any]) -> Step:
+    kind: Callable[..., Step] = _KINDS[item.pop("kind")]
+    if "imports" in item:
+        item["imports"] = tuple(item["imports"])
+    return kind(**item)
+
+
+_KINDS: dict[str, Callable[..., Step]] = {
+    "add": Add,
+    "replace": Replace,
+    "edit": Edit,
+    "register": Register,
+}
+_PATCH_FIELDS = {
+    "name": str,
+    "title": str,
+    "why": str,
+    "how": str,
+    "upstream": list,
+    "drop-when": str,
+    "upstream-has": list,
+    "step": list,
+}
+_REQUIRED: dict[str, dict[str, type]] = {
+    "add": {"file": str},
+    "replace": {"file": str},
+    "edit": {"file": str, "function": str, "operation": str, "text": str},
+    "register": {"file": str, "key": str},
+}
+_OPTIONAL: dict[str, dict[str, type]] = {
+    "add": {},
+    "replace": {},
+    "edit": {"anchor": str, "imports": list},
+    "register": {"mapping": str, "value": str, "set": str, "comment": str},
+}
+ANCHORED = ("replace", "insert-before", "insert-after")
+OPERATIONS = (*ANCHORED, "insert-at-start", "insert-at-end")
+
+
+def _problems(entries: dict[str, Any], files: Path) -> Iterator[str]:
+    patches = entries.get("patch")
+    if set(entries) != {"patch"} or not isinstance(patches, list) or not patches:
+        yield "the file must hold [[patch]] tables and nothing else"
+        return
+    names: set[str] = set()
+    functions: dict[str, set[str]] = {}
+    for number, entry in enumerate(patches, 1):
+        name = entry.get("name") or f"number {number}"
+        problems = list(_patch_problems(entry, files, functions))
+        if name in names:
+            problems.append("field 'name' is used twice")
+        names.add(name)
+        yield from (f"patch {name}: {problem}" for problem in problems)
+    for file, edited in functions.items():
+        if len(edited) > MAX_EDITED_FUNCTIONS:
+            yield (
+                f"{len(edited)} functions of {file} are edited "
+                f"({', '.join(sorted(edited))}): replace it instead"
+            )
+
+
+def _patch_problems(
+    entry: dict[str, Any], files: Path, functions: dict[str, set[str]]
+) -> Iterator[str]:
+    wrong = list(_field_problems(entry, _PATCH_FIELDS, {}))
+    if wrong:
+        yield from wrong
+        return
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry["name"]):
+        yield "field 'name' is not lower-case words with hyphens"
+    if "\n" in entry["title"]:
+        yield "field 'title' has more than one line"
+    if entry["title"].startswith("["):
+        yield "field 'title' starts with a bracket, which git am drops"
+    for link in entry["upstream"]:
+        if not isinstance(link, str) or not link.startswith("https://"):
+            yield f"field 'upstream' holds {link!r}, not an https link"
+    for item in entry["upstream-has"]:
+        fields = {"file": str, "defines": str}
+        for problem in _field_problems(item, fields, {}):
+            yield f"field 'upstream-has': {problem}"
+    owned: set[str] = set()
+    for number, step in enumerate(entry["step"], 1):
+        for problem in _step_problems(step, files, owned):
+            yield f"step {number}: {problem}"
+        if step.get("kind") == "edit":
+            functions.setdefault(str(step.get("file")), set()).add(
+                str(step.get("function"))
+            )
+
+
+def _step_problems(step: dict[str, Any], files: Path, owned: set[str]) -> Iterator[str]:
+    kind = step.get("kind")
+    if kind not in _KINDS:
+        yield f"field 'kind' is {kind!r}, not one of {', '.join(_KINDS)}"
+        return
+    fields = {key: value for key, value in step.items() if key != "kind"}
+    wrong = list(_field_problems(fields, _REQUIRED[kind], _OPTIONAL[kind]))
+    if wrong:
+        yield from wrong
+        return
+    file = step["file"]
+    path = PurePosixPath(file)
+    if path.parts[0] != "vllm" or ".." in path.parts or path.suffix != ".py":
+        yield f"field 'file' is {file!r}, not a Python file below vllm/"
+    elif kind in ("add", "replace") and not (files / file).is_file():
+        yield f"field 'file' names {file}, which is not in {files}"
+    if file in owned:
+        yield f"{file} is added or replaced already: change our file instead"
+    if kind in ("add", "replace"):
+        owned.add(file)
+    elif kind == "edit":
+        yield from _edit_problems(step)
+    else:
+        yield from _register_problems(step)
+
+
+def _edit_problems(step: dict[str, Any]) -> Iterator[str]:
+    operation = step["operation"]
+    if operation not in OPERATIONS:
+        yield (
+            f"field 'operation' is {operation!r}, not one of {', '.join(OPERATIONS)}"
+        )
+    elif (operation in ANCHORED) != ("anchor" in step):
+        need = "needs an" if operation in ANCHORED else "takes no"
+        yield f"field 'anchor': {operation} {need} anchor"
+    mode = "eval" if operation == "replace" else "exec"
+    if operation == "replace" and step.get("anchor", "").isidentifier():
+        yield "field 'anchor' is a bare name, which is not an expression everywhere"
+    for field in ("anchor", "text"):
+        if field in step and not _parses(step[field], mode):
+            what = "an expression" if mode == "eval" else "statements"
+            yield f"field {field!r} does not parse as {what}"
+    for line in step.get("imports", []):
+        # One name an import keeps merging into upstream's lines simple.
+        if not re.fullmatch(r"from [\w.]+ import \w+", str(line)):
+            yield f"field 'imports' holds {line!r}, not 'from module import name'"
+
+
+def _register_problems(step: dict[str, Any]) -> Iterator[str]:
+    if ("mapping" in step) != ("value" in step):
+        yield "fields 'mapping' and 'value' go together"
+    elif "mapping" not in step and "set" not in step:
+        yield "needs field 'mapping' or 'set'"
+    if "value" in step and not _parses(step["value"], "eval"):
+        yield "field 'value' does not parse as an expression"
+    if "comment" in step and "mapping" not in step:
+        yield "field 'comment' needs field 'mapping'"
+    if "set" in step and not re.fullmatch(r"[\w.]+\.\w+", step["set"]):
+        yield f"field 'set' is {step['set']!r}, not 'function.variable'"
+
+
+def _field_problems(
+    entry: Any, required: Mapping[str, type], optional: Mapping[str, type]
+) -> Iterator[str]:
+    if not isinstance(entry, dict):
+        yield f"{entry!r} is not a table"
+        return
+    for field in entry:
+        if field not in required and field not in optional:
+            yield f"unknown field {field!r}"
+    for field, kind in {**optional, **required}.items():
+        if field not in entry:
+            if field in required:
+                yield f"field {field!r} is missing"
+        elif not isinstance(entry[field], kind):
+            yield f"field {field!r} is not a {kind.__name__}"
+        elif not entry[field] or (kind is str and not entry[field].strip()):
+            yield f"field {field!r} is empty"
+
+
+def _parses(text: str, mode: str) -> bool:
+    try:
+        ast.parse(text, mode=mode)
+    except SyntaxError:
+        return False
+    return True

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running the steps of patches over the original files, in memory."""
+
+from collections.abc import Callable, Iterable
+
+from vllm_rocm_memory.series import SeriesError
+from vllm_rocm_memory.series.definition import (
+    Add,
+    Edit,
+    Patch,
+    Register,
+    Replace,
+    Series,
+    Step,
+)
+
+
+def results(
+    series: Series,
+    patches: Iterable[Patch],
+    original: Callable[[str], bytes | None],
+) -> dict[str, bytes]:
+    """The files that `patches` leave, by path.
+
+    Args:
+        series: where our files come from.
+        patches: run in this order, each on what the ones before it left.
+        original: upstream's content of a path, None where there is no such file.
+
+    Raises:
+        SeriesError: a step does not fit the originals.
+    """
+    files: dict[str, bytes] = {}
+    for patch in patches:
+        for step in patch.steps:
+            before = files[step.file] if step.file in files else original(step.file)
+            try:
+                files[step.file] = _run(series, step, before)
+            except (SeriesError, SyntaxError) as error:
+                raise SeriesError(
+                    f"patch {patch.name} does not fit {step.file}: {error}"
+                ) from error
+    return files
+
+
+def _run(series: Series, step: Step, before: bytes | None) -> bytes:
+    if isinstance(step, Add):
+        if before is not None:
+            raise SeriesError("the file to add exists already")
+        return series.source(step.file)
+    if before is None:
+        raise SeriesError("there is no such file")
+    if isinstance(step, Replace):
+        return series.source(step.file)
+    after = _edited(step, before)
+    compile(after, step.file, "exec", dont_inherit=True)
+    return after
+
+
+def _edited(step: Edit | Register, before: bytes) -> bytes:
+    # libcst takes longer to load than everything that status does.
+    from vllm_rocm_memory.series import edits
+
+    if isinstance(step, Edit):
+        return edits.edit(
+            before,
+            function=step.function,
+            operation=step.operation,
+            text=step.text,
+            anchor=step.anchor,
+            imports=step.imports,
+        )
+    return edits.register(
+        before,
+        key=step.key,
+        mapping=step.mapping,
+        value=step.value,
+        set_name=step.set,
+        comment=step.comment,
+    )
