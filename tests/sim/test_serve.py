@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m vllm_rocm_memory.serve` starts, answers what it prints and stops."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from vllm_rocm_memory import serve
+from vllm_rocm_memory.sim import hipsim
+
+SERVE = [sys.executable, "-m", "vllm_rocm_memory.serve"]
+READY_SECONDS = 150
+
+
+@pytest.fixture
+def environment(cpu_build, demo_model, tmp_path) -> dict[str, str]:
+    """This process's, without choices, and with the demo model made already."""
+    cached = tmp_path / "vllm-rocm-memory" / "demo-model"
+    shutil.copytree(demo_model, cached)
+    chosen = ("MODEL", "PORT", "HIPSIM_PROFILE", "VLLM_KV_OFFLOAD_COPY_ENGINE")
+    kept = {name: value for name, value in os.environ.items() if name not in chosen}
+    return {**kept, "XDG_CACHE_HOME": str(tmp_path)}
+
+
+class Running:
+    """`serve` in the background, with what it has printed so far."""
+
+    def __init__(self, environment: dict[str, str], *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [*SERVE, *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while text not in self.output:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self, sign: int) -> int:
+        self.process.send_signal(sign)
+        code = self.process.wait(60)
+        self._reader.join(10)
+        return code
+
+    def close(self) -> None:
+        """Whatever the test left."""
+        if self.process.poll() is None:
+            left = self.children()
+            self.process.kill()
+            for process in left:
+                process.kill()
+        self._reader.join(10)
+
+
+@pytest.fixture
+def start(environment) -> Iterator:
+    running: list[Running] = []
+
+    def start(*arguments: str, **variables: str) -> Running:
+        running.append(Running({**environment, **variables}, *arguments))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.close()
+
+
+def run_command(command: str) -> str:
+    """What the command answers; without a curl here, by a reading of its arguments."""
+    if shutil.which("curl"):
+        return subprocess.run(
+            ["sh", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+    match shlex.split(command):
+        case ["curl", "-s", url]:
+            request = urllib.request.Request(url)
+        case ["curl", "-s", url, "-H", header, "-d", body]:
+            name, _, value = header.partition(": ")
+            request = urllib.request.Request(url, body.encode(), {name: value})
+        case words:
+            raise AssertionError(f"not a command that this test can read: {words}")
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.read().decode()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+def test_it_answers_what_it_prints_and_stops_on_ctrl_c(start):
+    server = start()
+    server.wait_for("Ctrl-C stops the server.")
+    assert "the simulator of HIP 7.16" in server.lines[0]
+    assert re.search(r"^ +\d+ s  ", server.output, re.MULTILINE), "progress"
+
+    assert re.search(r"^KV copy engine: batch .*0x100", server.output, re.MULTILINE)
+
+    commands = re.findall(r"^  (curl .*)$", server.output, re.MULTILINE)
+    completion, chat, metrics = map(run_command, commands)
+    assert json.loads(completion)["choices"][0]["text"].strip()
+    assert json.loads(chat)["choices"][0]["message"]["content"].strip()
+    assert re.search(r'^vllm:simple_kv_offload_info\{backend="cpu"', metrics, re.M)
+    assert re.search(r"^vllm:external_prefix_cache_queries_total\{", metrics, re.M)
+
+    processes = server.children()
+    assert len(processes) >= 3, "API server, engine and worker"
+    assert server.stop(signal.SIGINT) == 0
+    assert server.output.endswith("Stopping ...\nStopped.\n")
+    assert "Traceback" not in server.output
+    assert gone(processes)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_start_stops_it_too(start, sign):
+    """SIGHUP is what a terminal that is closed leaves behind."""
+    server = start()
+    server.wait_for("Starting on")
+    server.wait_for(" s  ")
+    processes = server.children()
+    assert processes
+    assert server.stop(sign) == 0
+    assert server.output.endswith("Stopped.\n")
+    assert gone(processes)
+
+
+def test_a_reader_that_ends_does_not_block_the_server():
+    """As in `make serve | head`: what the server says must still be taken from it."""
+    script = (
+        "import sys; from vllm_rocm_memory.serve import say\n"
+        "for _ in range(300): say('x' * 1000)\n"
+        "sys.stderr.write('went on')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b"went on"
+    process.stderr.close()
+    assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "extra", "name"),
+    [
+        (
+            {},
+            {"copy_engine": "warp"},
+            "kv_connector_extra_config.copy_engine",
+        ),
+        (
+            {"VLLM_KV_OFFLOAD_COPY_ENGINE": "warp"},
+            {},
+            "VLLM_KV_OFFLOAD_COPY_ENGINE",
+        ),
+    ],
+    ids=["option", "variable"],
+)
+def test_a_wrong_copy_engine_is_refused_with_the_allowed_ones(
+    start, variables, extra, name
+):
+    transfer = {
+        "kv_connector": "SimpleCPUOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    server = start("--kv-transfer-config", json.dumps(transfer), **variables)
+    assert server.process.wait(READY_SECONDS) == 1
+    server.close()
+    assert f"{name} is 'warp'" in server.output
+    assert "'auto' or 'batch'" in server.output
+    assert "ended by itself (exit code 2)" in server.output
+
+
+def test_an_unknown_profile_is_refused_with_the_allowed_ones(start):
+    server = start(HIPSIM_PROFILE="6.0")
+    assert server.process.wait(READY_SECONDS) == 1
+    server.close()
+    line = server.lines[-1]
+    assert line.startswith("serve: ")
+    assert "HIPSIM_PROFILE" in line and "6.0" in line
+    assert all(profile in line for profile in hipsim.PROFILES)
+
+
+def plan(environment: dict[str, str], *extra: str) -> serve.Plan:
+    return serve.make_plan(environment, extra)
+
+
+def test_an_option_of_the_user_replaces_ours(environment):
+    ours = plan(environment)
+    assert "--max-num-seqs=4" in ours.arguments
+    assert ours.environment["HIPSIM_PROFILE"] == "7.16"
+    theirs = plan(environment, "--max-num-seqs", "9", "--kv-transfer-config={}")
+    assert "--max-num-seqs=4" not in theirs.arguments
+    options = [word.partition("=")[0] for word in theirs.arguments]
+    assert options.count("--kv-transfer-config") == 1
+
+
+def test_the_environment_chooses(environment):
+    environment |= {"MODEL": "some/model", "HIPSIM_PROFILE": "7.15"}
+    chosen = plan({**environment, "VLLM_TARGET_DEVICE": "cpu"})
+    assert chosen.command[-len(chosen.arguments) - 1] == "some/model"
+    assert not any("served-model-name" in word for word in chosen.arguments)
+    assert chosen.environment["HIPSIM_PROFILE"] == "7.15"
+    offline = "HF_HUB_OFFLINE"
+    assert chosen.environment.get(offline) == environment.get(offline), "hub names"
+    assert "VLLM_TARGET_DEVICE" not in chosen.environment, "it hides the simulator"
+    assert f"--kv-cache-memory-bytes={1 << 30}" in chosen.arguments, "not the demo's"
+    assert f'"cpu_bytes_to_use": {4 << 30}' in " ".join(chosen.arguments)
+
+
+@pytest.mark.parametrize("value", ["http", "-1", "65536", "99999999999999999999"])
+def test_what_is_no_port_is_refused(value):
+    with pytest.raises(serve.ServeError, match=f"PORT={value} is no port"):
+        serve.find_port(value)
+
+
+def test_a_port_in_use_is_refused_and_a_free_one_found(environment):
+    with socket.socket() as other:
+        other.bind((serve.HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(serve.ServeError, match=f"PORT={port} .* in use"):
+            plan({**environment, "PORT": str(port)})
+        assert plan(environment).port not in (0, port)
+    assert serve.find_port(str(port)) == port
+
+
+@pytest.mark.parametrize("extra", [["--port", "1"], ["--port=1"], ["--host=::"]])
+def test_the_address_is_not_an_option(environment, extra):
+    with pytest.raises(serve.ServeError, match=f"{extra[0][:6]} cannot be passed on"):
+        plan(environment, *extra)
+
+
+def test_a_model_that_cannot_be_written_is_explained(environment, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(serve.ServeError, match="XDG_CACHE_HOME"):
+        plan({**environment, "XDG_CACHE_HOME": str(blocked)})
+
+
+def test_a_gpu_build_without_a_gpu_is_explained(monkeypatch, environment):
+    monkeypatch.setattr(serve, "is_cpu_build", lambda: False)
+    with pytest.raises(serve.ServeError, match=r"no GPU can be used.*simulator"):
+        plan(environment)
+
+
+def test_a_gpu_build_on_a_gpu_takes_the_gpu(monkeypatch, environment):
+    monkeypatch.setattr(serve, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(serve, "_gpu_name", lambda: "a GPU")
+    demo = plan(environment)
+    assert demo.device == "a GPU"
+    assert "HIPSIM_PROFILE" not in demo.environment
+    assert not any(word.startswith("--dtype") for word in demo.arguments)
+    own = plan({**environment, "MODEL": "some/model"})
+    assert not any(word.startswith("--kv-cache-memory") for word in own.arguments)
+
+
+def test_curl_commands_survive_a_shell():
+    body = json.dumps({"prompt": 'it\'s "quoted" & $HOME'})
+    words = shlex.split(serve.Call(80, "/v1/completions", body).curl())
+    assert words[-1] == body
+
+
+def test_the_cause_of_a_death_is_told_beside_the_last_lines(environment, monkeypatch):
+    script = (
+        "print('RuntimeError: the cause'); print('noise\\n' * 100); "
+        "raise SystemExit('the end')"
+    )
+    dying = serve.Plan("a device", 1, "model", [], environment)
+    monkeypatch.setattr(
+        serve.Plan, "command", property(lambda _: [sys.executable, "-u", "-c", script])
+    )
+    server = serve.Server(dying)
+    deadline = time.monotonic() + 30
+    while server.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    text = server.epitaph()
+    server.stop()
+    assert "exit code 1" in text and "the end" in text
+    assert text.endswith("RuntimeError: the cause")
