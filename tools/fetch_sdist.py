@@ -23,17 +23,19 @@ from pypi_simple import PYPI_SIMPLE_ENDPOINT, PyPISimple
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "sdist"
 
 
-def pip_setting(name: str) -> str | None:
-    """What pip is configured to use: its environment first, then its files."""
+def pip_settings() -> dict[str, str]:
+    """What pip is configured to use, its environment before its files."""
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    found = dict(re.findall(r"^(\S+)='(.*)'$", listing, re.MULTILINE))
-    value = found.get(f":env:.{name}") or found.get(f"global.{name}")
-    return value if isinstance(value, str) else None
+    settings: dict[str, str] = {}
+    for section in ("global", ":env:"):
+        lines = rf"^{section}\.(\S+)='(.+)'$"
+        settings |= dict(re.findall(lines, listing, re.MULTILINE))
+    return settings
 
 
 def fetch(version: str) -> Path:
@@ -48,8 +50,9 @@ def fetch(version: str) -> Path:
     CACHE.mkdir(parents=True, exist_ok=True)
     truststore.inject_into_ssl()  # the system's certificates, as pip does
     session = requests.Session()
-    session.verify = pip_setting("cert") or True
-    index = pip_setting("index-url") or PYPI_SIMPLE_ENDPOINT
+    pip = pip_settings()
+    session.verify = pip.get("cert", True)
+    index = pip.get("index-url", PYPI_SIMPLE_ENDPOINT)
     with PyPISimple(index, session=session) as client:
         packages = client.get_project_page("vllm").packages
         for package in packages:
