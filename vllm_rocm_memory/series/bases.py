@@ -28,8 +28,10 @@ def recognise(series: Series, patch: Patch, target: Target) -> str:
         UnknownBaseError: naming the files that fit no base, with both sums.
     """
     for step in patch.steps:
+        if not isinstance(step, Add):
+            continue
         found = digest(target.original(step.file))
-        if isinstance(step, Add) and found is not None:
+        if found is not None:
             raise UnknownBaseError(
                 f"{step.file} has sha256 {found}, expected no such file"
             )

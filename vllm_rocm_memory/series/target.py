@@ -225,22 +225,25 @@ class Target:
             if drift.found != drift.original:
                 raise SeriesError(drift.sentence)
 
-    def kept(self) -> dict[str, bytes]:
+    def kept(self) -> list[str]:
         """The files of our own folder, but for those of a pending change."""
-        return {
-            path.relative_to(self.root).as_posix(): path.read_bytes()
+        return [
+            path.relative_to(self.root).as_posix()
             for path in sorted((self.root / FOLDER).rglob("*"))
             if path.is_file() and self.transaction.pending not in path.parents
-        }
+        ]
 
     def _entered(self) -> dict[str, bytes]:
-        """Those of them that the series made, and so entered in RECORD."""
+        """What the series made in our own folder, and so entered in RECORD."""
         sums = [file.original for file in self.journal.files.values()]
         originals = {
             original_path(s) for s in (*sums, *self.journal.records.values()) if s
         }
-        ours = {JOURNAL, IGNORE, *originals}
-        return {path: text for path, text in self.kept().items() if path in ours}
+        return {
+            path: content
+            for path in (JOURNAL, IGNORE, *originals)
+            if (content := self.read(path)) is not None
+        }
 
     def record_with(self, path: str, files: Mapping[str, bytes]) -> bytes:
         """The original RECORD `path` with lines for `files` and the applied files."""
