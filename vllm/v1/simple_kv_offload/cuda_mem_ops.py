@@ -412,9 +412,8 @@ def _resolve_max_batch_descriptors() -> int:
     """Return the most copies for one call; 0 means any number."""
     global _max_batch_descriptors
     if _max_batch_descriptors is None:
-        chosen = chosen_max_copies()
         default = _HIP_MAX_COPIES_PER_CALL if current_platform.is_rocm() else 0
-        _max_batch_descriptors = chosen if chosen > 0 else default
+        _max_batch_descriptors = chosen_max_copies() or default
     return _max_batch_descriptors
 
 
