@@ -30,6 +30,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -45,7 +46,11 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = ROOT / "requirements"
 NATIVE = ROOT / "vllm_rocm_memory" / "_native"
-LIBRARIES = ("hipsim/libamdhip64.so.7", "device_memory.*.so")
+LIBRARIES = (
+    "hipsim/libamdhip64.so.7",
+    "hipsim-cuda/libcuda.so.1",
+    "device_memory.*.so",
+)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LARGE_FILE = re.compile(r"(Downloading|Using cached|Processing) .*\(([\d.]+) [MG]B\)")
 
@@ -228,9 +233,23 @@ def canonical(name: str) -> str:
 
 
 def pins(file: str) -> dict[str, str]:
-    lines = (REQUIREMENTS / file).read_text().splitlines()
-    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
-    return {canonical(name.strip()): version.strip() for name, version in pairs}
+    """The pins for this machine; a line may end with the one that it is for."""
+    found = {}
+    for line in (REQUIREMENTS / file).read_text().splitlines():
+        pin, _, marker = line.partition(";")
+        if pin and not pin.startswith("#") and _is_for_this_machine(marker):
+            name, version = pin.split("==")
+            found[canonical(name.strip())] = version.strip()
+    return found
+
+
+def _is_for_this_machine(marker: str) -> bool:
+    if not marker:
+        return True
+    match = re.fullmatch(r'\s*platform_machine == "(\w+)"\s*', marker)
+    if match is None:
+        raise ValueError(f'{marker!r} is not of the form platform_machine == "..."')
+    return platform.machine() == match[1]
 
 
 def site_packages() -> Path:

@@ -14,14 +14,42 @@ LIMIT = 8192
 PREFER_CE, SWAP, INDIRECT_SRC, INDIRECT_DST = 0x100, 0x200, 0x400, 0x800
 SMALL, LARGE = 16 * 1024, 16 * 1024 + 1
 
-LOOP = ("7.2.3",)
-CHECKED = tuple(name for name in hipsim.PROFILES if name not in LOOP)
+
+class Release(NamedTuple):
+    """What a release makes of a batch.
+
+    Attributes:
+        loop: One copy after the other; attributes are refused.
+        flags: Those of the attributes count.
+        limit: The most copies that the blit kernel takes.
+    """
+
+    loop: bool = False
+    flags: bool = True
+    limit: int | None = None
+
+
+RELEASES = {
+    "7.1": Release(loop=True),
+    "7.2.3": Release(loop=True),
+    "7.12": Release(flags=False),
+    "7.13": Release(),
+    "7.15": Release(limit=LIMIT),
+    "7.16": Release(limit=LIMIT),
+}
+CHECKED = tuple(name for name, release in RELEASES.items() if not release.loop)
+FLAGGED = tuple(name for name in CHECKED if RELEASES[name].flags)
 
 
 class Set(NamedTuple):
     first_copy: int = 0
     order: int = 1
     flags: int = 0
+
+
+@pytest.fixture
+def release(profile: str) -> Release:
+    return RELEASES[profile]
 
 
 @pytest.fixture
@@ -58,6 +86,10 @@ class Pages:
         return equal
 
 
+def test_every_release_has_a_row() -> None:
+    assert tuple(RELEASES) == hipsim.PROFILES
+
+
 @pytest.mark.parametrize("count", [1, LIMIT, LIMIT + 1, 20000])
 def test_round_trips_are_exact_in_calls_of_at_most_8192(
     gpu: Any, profile: str, count: int
@@ -88,23 +120,23 @@ def test_round_trips_are_exact_in_calls_of_at_most_8192(
     assert stats.copies["blit", "d2h"] == (count, count * size)
 
 
-def test_a_place_for_the_failing_index(pages: Pages, profile: str) -> None:
+def test_a_place_for_the_failing_index(pages: Pages, release: Release) -> None:
     error, _ = pages.load(fail_index=False)
-    assert error == (1 if profile in LOOP else 0)
+    assert error == (1 if release.loop else 0)
     assert pages.loaded().all() == (error == 0)
 
 
-def test_attributes_are_refused_or_taken(pages: Pages, profile: str) -> None:
+def test_attributes_are_refused_or_taken(pages: Pages, release: Release) -> None:
     error, _ = pages.load(attributes=[Set()])
-    assert error == (801 if profile in LOOP else 0)
+    assert error == (801 if release.loop else 0)
     assert pages.loaded().all() == (error == 0)
 
 
 def test_the_missing_index_comes_before_the_attributes(
-    pages: Pages, profile: str
+    pages: Pages, release: Release
 ) -> None:
     error, _ = pages.load(attributes=[Set()], fail_index=False)
-    assert error == (1 if profile in LOOP else 0)
+    assert error == (1 if release.loop else 0)
 
 
 @pytest.mark.parametrize("profile", CHECKED, indirect=True)
@@ -126,11 +158,6 @@ def test_the_missing_index_comes_before_the_attributes(
         ([Set(i) for i in range(9)], 1),
         ([Set(flags=0xF0000002)], 0),
         ([Set(flags=1)], 0),
-        ([Set(flags=SWAP | INDIRECT_SRC)], 1),
-        ([Set(flags=SWAP | INDIRECT_DST)], 1),
-        ([Set(), Set(1, flags=SWAP)], 801),
-        ([Set(flags=INDIRECT_SRC)], 801),
-        ([Set(flags=INDIRECT_DST)], 801),
     ],
 )
 def test_attributes_are_checked(
@@ -138,6 +165,25 @@ def test_attributes_are_checked(
 ) -> None:
     assert pages.load(attributes=sets)[0] == error
     assert pages.loaded().all() == (error == 0)
+
+
+@pytest.mark.parametrize("profile", CHECKED, indirect=True)
+@pytest.mark.parametrize(
+    ("sets", "error"),
+    [
+        ([Set(flags=SWAP | INDIRECT_SRC)], 1),
+        ([Set(), Set(1, flags=SWAP | INDIRECT_DST)], 1),
+        ([Set(), Set(1, flags=SWAP)], 801),
+        ([Set(flags=INDIRECT_SRC)], 801),
+        ([Set(flags=INDIRECT_DST | PREFER_CE)], 801),
+    ],
+)
+def test_swapping_and_indirect_copies_are_refused_where_flags_count(
+    pages: Pages, release: Release, sets: list[Set], error: int
+) -> None:
+    expected = error if release.flags else 0
+    assert pages.load(attributes=sets) == (expected, SIZE_MAX)
+    assert pages.loaded().all() == (not release.flags)
 
 
 @pytest.mark.parametrize("profile", CHECKED, indirect=True)
@@ -160,26 +206,27 @@ def test_attributes_need_both_arrays(gpu: Any, profile: str, missing: str) -> No
 
 
 @pytest.mark.parametrize("profile", CHECKED, indirect=True)
-def test_an_attribute_set_reaches_to_the_next_one(gpu: Any, profile: str) -> None:
+def test_an_attribute_set_reaches_to_the_next_one(gpu: Any, release: Release) -> None:
     pages = Pages(gpu, count=10, size=64)
     sets = [Set(0), Set(3, flags=PREFER_CE), Set(7)]
     assert pages.load(attributes=sets)[0] == 0
     assert pages.loaded().all()
-    stats = hipsim.stats()
-    assert stats.copies["sdma", "h2d"].copies == 4
-    assert stats.copies["blit", "h2d"].copies == 6
+    copies = hipsim.stats().copies
+    preferred = 4 if release.flags else 0
+    assert copies["sdma", "h2d"].copies == preferred
+    assert copies["blit", "h2d"].copies == 10 - preferred
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("prefer", [False, True])
 def test_engines_by_release_size_and_flag(
-    gpu: Any, profile: str, size: int, prefer: bool
+    gpu: Any, release: Release, size: int, prefer: bool
 ) -> None:
     pages = Pages(gpu, count=3, size=size)
-    sets = [] if profile in LOOP else [Set(flags=PREFER_CE if prefer else 0)]
+    sets = [] if release.loop else [Set(flags=PREFER_CE if prefer else 0)]
     assert pages.load(attributes=sets)[0] == 0
     assert pages.loaded().all()
-    chosen = prefer and profile not in LOOP
+    chosen = prefer and release.flags and not release.loop
     engine = "sdma" if chosen or size > SMALL else "blit"
     moved = {
         k: v for k, v in hipsim.stats().copies.items() if v.copies and k[1] == "h2d"
@@ -188,7 +235,7 @@ def test_engines_by_release_size_and_flag(
 
 
 @pytest.mark.parametrize("wrong", ["size", "address", "null"])
-def test_a_wrong_copy_is_found(pages: Pages, profile: str, wrong: str) -> None:
+def test_a_wrong_copy_is_found(pages: Pages, release: Release, wrong: str) -> None:
     if wrong == "size":
         pages.sizes[5] = 0
     elif wrong == "address":
@@ -197,7 +244,7 @@ def test_a_wrong_copy_is_found(pages: Pages, profile: str, wrong: str) -> None:
         pages.sources[5] = 0
     error, index = pages.load()
     assert error == 1
-    if profile in LOOP:
+    if release.loop:
         assert index == 5
         assert pages.loaded().tolist() == [True] * 5 + [False] * 3
     else:
@@ -260,9 +307,9 @@ def test_a_source_read_during_the_call_is_free_afterwards(
     assert np.array_equal(gpu.read(pages.device, 64), expected)
 
 
-def test_pageable_memory_is_staged_and_waited_for(gpu: Any, profile: str) -> None:
+def test_pageable_memory_is_staged_and_waited_for(gpu: Any, release: Release) -> None:
     host, device = gpu.pageable(64, seed=1), gpu.malloc(64)
-    sets = [] if profile in LOOP else [Set()]
+    sets = [] if release.loop else [Set()]
     hipsim.configure(copy_latency_us=100_000)
     began = time.monotonic()
     error, _ = gpu.batch([device], [host.ctypes.data], [64], gpu.stream(), sets)
@@ -305,15 +352,15 @@ def test_device_and_host_copies_share_a_batch(gpu: Any, profile: str) -> None:
     assert copies["host", "h2h"].copies == 1
 
 
-def test_more_copies_than_the_kernel_has_room_for(gpu: Any, profile: str) -> None:
+def test_more_copies_than_the_kernel_has_room_for(gpu: Any, release: Release) -> None:
     pages = Pages(gpu, count=LIMIT + 1, size=4)
     stream, event = gpu.stream(), gpu.event()
-    hipsim.configure(copy_latency_us=300_000)
+    hipsim.configure(copy_latency_us=100_000)
     assert pages.load(stream=stream)[0] == 0
     gpu.call("hipEventRecord", event, stream)
     error = gpu.lib.hipStreamSynchronize(stream)
     hipsim.configure(copy_latency_us=0)
-    if profile in LOOP:
+    if release.limit is None:
         assert error == 0
         assert pages.loaded().all()
         assert hipsim.stats().memory_faults == 0
@@ -333,7 +380,7 @@ def test_more_copies_than_the_kernel_has_room_for(gpu: Any, profile: str) -> Non
     assert pages.loaded().all()
 
 
-@pytest.mark.parametrize("profile", CHECKED, indirect=True)
+@pytest.mark.parametrize("profile", FLAGGED, indirect=True)
 def test_the_limit_is_on_kernel_copies_alone(gpu: Any, profile: str) -> None:
     pages = Pages(gpu, count=LIMIT + 1, size=4)
     assert pages.load(attributes=[Set(), Set(LIMIT, flags=PREFER_CE)])[0] == 0

@@ -2,19 +2,15 @@
 """Devices, device memory and host memory."""
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from vllm_rocm_memory.sim import hipsim
 
 VRAM = 8 << 30
-
-
-def memory_info(gpu: Any) -> tuple[int, int]:
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    gpu.call("hipMemGetInfo", ctypes.byref(free), ctypes.byref(total))
-    return free.value, total.value
+PAGE = 4096
 
 
 def test_devices_are_counted_and_chosen_per_thread(gpu: Any) -> None:
@@ -33,14 +29,14 @@ def test_devices_are_counted_and_chosen_per_thread(gpu: Any) -> None:
 
 
 def test_memory_of_a_device_is_its_own(gpu: Any) -> None:
-    assert memory_info(gpu) == (VRAM, VRAM)
+    assert gpu.memory_info() == (VRAM, VRAM)
     first = gpu.malloc(1 << 20)
     gpu.call("hipSetDevice", 1)
-    assert memory_info(gpu) == (VRAM, VRAM)
+    assert gpu.memory_info() == (VRAM, VRAM)
     second = gpu.malloc(1)
-    assert memory_info(gpu) == (VRAM - 4096, VRAM)
+    assert gpu.memory_info() == (VRAM - 4096, VRAM)
     gpu.call("hipSetDevice", 0)
-    assert memory_info(gpu) == (VRAM - (1 << 20), VRAM)
+    assert gpu.memory_info() == (VRAM - (1 << 20), VRAM)
     gpu.call("hipMemcpy", first, second, 1, hipsim.DEFAULT_KIND)
     assert gpu.lib.hipMemGetInfo(None, None) == 0
 
@@ -50,7 +46,7 @@ def test_out_of_memory_is_2_and_changes_nothing(gpu: Any) -> None:
     half = gpu.malloc(VRAM // 2)
     assert gpu.lib.hipMalloc(ctypes.byref(pointer), VRAM // 2 + 1) == 2
     assert pointer.value is None
-    assert memory_info(gpu)[0] == VRAM // 2
+    assert gpu.memory_info()[0] == VRAM // 2
     gpu.malloc(VRAM // 2)
     assert gpu.lib.hipMalloc(ctypes.byref(pointer), 1) == 2
     gpu.call("hipFree", half)
@@ -123,7 +119,7 @@ def test_host_ranges_are_registered_once(gpu: Any) -> None:
 def test_a_copy_past_the_end_of_a_registered_range_is_refused(gpu: Any) -> None:
     host, device = gpu.pageable(1000, seed=1), gpu.malloc(1000)
     gpu.call("hipHostRegister", host.ctypes.data, 500, 0)
-    gpu.left.append((gpu.lib.hipHostUnregister, host.ctypes.data))
+    gpu.defer("hipHostUnregister", host.ctypes.data)
     copy = gpu.lib.hipMemcpy
     assert copy(device, host.ctypes.data, 500, 1) == 0
     assert copy(device, host.ctypes.data, 501, 1) == 1
@@ -201,3 +197,161 @@ def test_fills_take_the_low_byte(gpu: Any) -> None:
     assert (data[50:60] == 3).all()
     assert (data[:50] == 0xFE).all()
     assert (data[60:] == 0xFE).all()
+
+
+# --- virtual memory ----------------------------------------------------------------
+
+
+class Release(NamedTuple):
+    """What a release makes of virtual memory.
+
+    Attributes:
+        recommended: Granularity in bytes.
+        keeps: Memory comes back with the address range, not with the mapping.
+        bad_map: The error of a mapping that cannot be made.
+        host: The error of asking for host access.
+    """
+
+    recommended: int = 2 << 20
+    keeps: bool = False
+    bad_map: int = 2
+    host: int = 0
+
+
+RELEASES = {
+    "7.1": Release(recommended=PAGE, bad_map=0, host=1),
+    "7.2.3": Release(recommended=PAGE, keeps=True),
+    "7.12": Release(keeps=True),
+    "7.13": Release(),
+    "7.15": Release(),
+    "7.16": Release(),
+}
+
+
+@pytest.fixture
+def release(profile: str) -> Release:
+    return RELEASES[profile]
+
+
+def test_every_release_has_a_row() -> None:
+    assert tuple(RELEASES) == hipsim.PROFILES
+
+
+def test_granularity_by_release(gpu: Any, release: Release) -> None:
+    location = hipsim.MemLocation(hipsim.LOCATION_DEVICE, 0)
+    properties = hipsim.MemAllocationProp(hipsim.ALLOCATION_PINNED, 0, location)
+    size = ctypes.c_size_t()
+    for option, expected in enumerate((PAGE, release.recommended)):
+        gpu.call(
+            "hipMemGetAllocationGranularity",
+            ctypes.byref(size),
+            ctypes.byref(properties),
+            option,
+        )
+        assert size.value == expected
+
+
+def test_memory_comes_back_by_release(gpu: Any, release: Release) -> None:
+    def free() -> int:
+        free_bytes: int = gpu.memory_info()[0]
+        return free_bytes
+
+    size = 4 * PAGE
+    address, handle = gpu.reserve(size), gpu.create(size)
+    assert free() == VRAM - size
+    gpu.map(address, size, handle)
+    gpu.call("hipMemRelease", handle)
+    assert free() == VRAM - size
+    gpu.call("hipMemUnmap", address, size)
+    stats = hipsim.stats()
+    assert (stats.handles, stats.mappings, stats.mapped_bytes) == (0, 0, 0)
+    assert free() == (VRAM - size if release.keeps else VRAM)
+    gpu.call("hipMemAddressFree", address, size)
+    assert free() == VRAM
+
+
+def test_a_wrong_mapping_by_release(gpu: Any, release: Release) -> None:
+    address = gpu.virtual(PAGE, PAGE)
+    data = gpu.pinned(2 * PAGE, seed=1)
+    gpu.load(address, data)
+    other, before = gpu.create(PAGE), hipsim.stats().mappings
+    for wrong in (address + PAGE, address + 2 * PAGE, data.ctypes.data):
+        assert gpu.lib.hipMemMap(wrong, PAGE, 0, other, 0) == release.bad_map
+    assert hipsim.stats().mappings == before
+    assert np.array_equal(gpu.read(address, 2 * PAGE), data)
+
+
+def test_host_access_by_release(gpu: Any, release: Release) -> None:
+    address = gpu.virtual(PAGE)
+    location = hipsim.MemLocation(hipsim.LOCATION_HOST, 0)
+    access = hipsim.MemAccessDesc(location, hipsim.ACCESS_READ_WRITE)
+    error = gpu.lib.hipMemSetAccess(address, PAGE, ctypes.byref(access), 1)
+    assert error == release.host
+    if error == 0:
+        gpu.load(address, gpu.pinned(PAGE, seed=1))
+        assert ctypes.string_at(address, PAGE) == bytes(gpu.arrays[-1])
+
+
+NONE, READ, READ_WRITE = 0, 1, 3
+
+
+@pytest.mark.parametrize("access", [None, NONE, READ, READ_WRITE])
+def test_a_device_needs_access(gpu: Any, profile: str, access: int | None) -> None:
+    address, handle, host = gpu.reserve(PAGE), gpu.create(PAGE), gpu.pinned(PAGE)
+    gpu.map(address, PAGE, handle)
+    if access is not None:
+        gpu.set_access(address, PAGE, access)
+    copy, fill = gpu.lib.hipMemcpy, gpu.lib.hipMemset
+    for call, *arguments in (
+        [copy, address, host.ctypes.data, PAGE, 4],
+        [fill, address, 1, PAGE],
+    ):
+        assert call(*arguments) == (0 if access == READ_WRITE else 999)
+    readable = access in (READ, READ_WRITE)
+    assert copy(host.ctypes.data, address, PAGE, 4) == (0 if readable else 999)
+    gpu.call("hipSetDevice", 1)
+    assert copy(host.ctypes.data, address, PAGE, 4) == 999
+
+
+def test_one_memory_is_mapped_twice(gpu: Any, profile: str) -> None:
+    handle, data = gpu.create(PAGE), gpu.pinned(PAGE, seed=1)
+    first, second = gpu.reserve(PAGE), gpu.reserve(PAGE)
+    for address in (first, second):
+        gpu.map(address, PAGE, handle)
+        gpu.set_access(address, PAGE)
+    gpu.load(first, data)
+    assert np.array_equal(gpu.read(second, PAGE), data)
+    gpu.call("hipMemUnmap", first, PAGE)
+    assert np.array_equal(gpu.read(second, PAGE), data)
+    assert gpu.lib.hipMemset(first, 0, 1) == 1
+
+
+# --- what addresses name -----------------------------------------------------------
+
+
+def test_addresses_name_their_memory(gpu: Any) -> None:
+    device, virtual, host = gpu.malloc(100), gpu.virtual(PAGE, PAGE), gpu.pinned(100)
+    base, size = ctypes.c_void_p(), ctypes.c_size_t()
+    for address, expected in (
+        (device + 99, (device, 100)),
+        (virtual + PAGE + 5, (virtual + PAGE, PAGE)),
+        (host.ctypes.data + 1, (host.ctypes.data, 100)),
+    ):
+        gpu.call(
+            "hipMemGetAddressRange", ctypes.byref(base), ctypes.byref(size), address
+        )
+        assert (base.value, size.value) == expected
+    pageable = gpu.pageable(100).ctypes.data
+    for wrong in (device + 100, virtual + 2 * PAGE, pageable, None):
+        assert gpu.lib.hipMemGetAddressRange(None, None, wrong) == 500
+
+
+def test_attributes_of_a_device(gpu: Any) -> None:
+    value = ctypes.c_int()
+    for attribute, expected in ((67, 3), (89, 1), (85, 1), (16, 0)):
+        gpu.call("hipDeviceGetAttribute", ctypes.byref(value), attribute, 3)
+        assert value.value == expected
+    ask = gpu.lib.hipDeviceGetAttribute
+    assert ask(ctypes.byref(value), 12345, 0) == 1
+    assert ask(ctypes.byref(value), 89, 8) == 101
+    assert ask(None, 89, 0) == 1

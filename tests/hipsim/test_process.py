@@ -1,66 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """How processes begin, divide and end."""
 
-import os
+import ctypes
+import signal
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_rocm_memory.sim import hipsim
 
-ROOT = Path(__file__).parents[2]
-
-PRELUDE = """
-import ctypes, os, sys
-import numpy as np
-from vllm_rocm_memory.sim import hipsim
-
-def make(name, *arguments):
-    handle = ctypes.c_void_p()
-    hipsim.check(getattr(hipsim.load(), name)(ctypes.byref(handle), *arguments), name)
-    return handle
-
-def round_trip(seed):
-    lib = hipsim.load()
-    data = np.random.default_rng(seed).integers(0, 256, 1 << 20, np.uint8)
-    back = np.zeros_like(data)
-    device, stream = make("hipMalloc", data.size), make("hipStreamCreate")
-    lib.hipMemcpyAsync(device, data.ctypes.data, data.size, 1, stream)
-    lib.hipMemcpyAsync(back.ctypes.data, device, data.size, 2, stream)
-    assert lib.hipStreamSynchronize(stream) == 0
-    assert np.array_equal(data, back)
-    assert lib.hipFree(device) == 0 and lib.hipStreamDestroy(stream) == 0
-
-def join(child):
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-"""
+PAGE = 4096
+Run = Callable[..., str]
+Start = Callable[..., Any]
 
 
-def start(program: str, **environment: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + program],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(program: str, **environment: str) -> str:
-    process = start(program, **environment)
-    try:
-        output, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
-    return output
-
-
-def test_environment_chooses_profile_and_memory() -> None:
+def test_environment_chooses_profile_and_memory(run: Run) -> None:
     program = """
 free, total = ctypes.c_size_t(), ctypes.c_size_t()
 hipsim.load().hipMemGetInfo(ctypes.byref(free), ctypes.byref(total))
@@ -77,13 +35,17 @@ print(hipsim.profile(), total.value)
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("HIPSIM_PROFILE", "7.14", "one of 7.2.3 7.15 7.16"),
+        ("HIPSIM_PROFILE", "7.14", f"one of {' '.join(hipsim.PROFILES)}"),
+        ("HIPSIM_PROFILE", "cuda-13.0", f"one of {' '.join(hipsim.PROFILES)}"),
         ("HIPSIM_VRAM_BYTES", "8G", "a number of bytes"),
         ("HIPSIM_VRAM_BYTES", "-1", "a number of bytes"),
         ("HIPSIM_VRAM_BYTES", "4096", "from 1 MiB"),
+        ("HIPSIM_HOST_READS", "yes", "'fault' or 'allow'"),
     ],
 )
-def test_a_wrong_environment_is_refused(name: str, value: str, remedy: str) -> None:
+def test_a_wrong_environment_is_refused(
+    run: Run, name: str, value: str, remedy: str
+) -> None:
     program = """
 try:
     hipsim.load()
@@ -100,27 +62,7 @@ print(lib.hipGetDeviceCount(ctypes.byref(count)), count.value)
     assert device == "100 0"
 
 
-@pytest.mark.parametrize(
-    ("environment", "engine"),
-    [
-        ({}, "sdma"),
-        ({"GPU_FORCE_BLIT_COPY_SIZE": "64"}, "blit"),
-        ({"HSA_ENABLE_SDMA": "0"}, "blit"),
-        ({"HSA_ENABLE_SDMA": "1", "GPU_FORCE_BLIT_COPY_SIZE": "0"}, "sdma"),
-    ],
-)
-def test_rocms_own_variables_choose_engines(
-    environment: dict[str, str], engine: str
-) -> None:
-    program = """
-device, host = make("hipMalloc", 65536), make("hipHostMalloc", 65536, 0)
-hipsim.load().hipMemcpy(device, host, 65536, 1)
-print(*(key[0] for key, count in hipsim.stats().copies.items() if count.copies))
-"""
-    assert run(program, **environment).split() == [engine]
-
-
-def test_two_processes_have_a_device_each() -> None:
+def test_two_processes_have_a_device_each(start: Start) -> None:
     program = """
 print("ready", flush=True)
 sys.stdin.readline()
@@ -131,17 +73,16 @@ for seed in range(20):
     round_trip(seed)
 hipsim.assert_clean()
 """
-    processes = [start(program, HIPSIM_VRAM_BYTES=str(4 << 20)) for _ in range(2)]
-    try:
-        for process in processes:
-            _, errors = process.communicate("go\n", timeout=60)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    programs = [start(program, HIPSIM_VRAM_BYTES=str(4 << 20)) for _ in range(2)]
+    for each in programs:
+        assert each.receive() == "ready"
+    for each in programs:
+        each.send("go")
+    for each in programs:
+        each.finish()
 
 
-def test_a_process_ends_with_copies_queued_and_running() -> None:
+def test_a_process_ends_with_copies_queued_and_running(run: Run) -> None:
     run("""
 lib = hipsim.load()
 data = np.zeros(64 << 20, np.uint8)
@@ -198,7 +139,7 @@ def test_a_program_without_python_ends_with_copies_queued(tmp_path: Path) -> Non
     subprocess.run([program, hipsim.library_path()], check=True, timeout=60)
 
 
-def test_calls_succeed_while_the_interpreter_goes_down() -> None:
+def test_calls_succeed_while_the_interpreter_goes_down(run: Run) -> None:
     output = run("""
 import atexit, weakref
 # Runs after the handler that load() registers, as what it registered before would.
@@ -216,7 +157,7 @@ lib.hipMemsetAsync(device, 1, 100, stream)
     assert output.strip() == "[0, 0, 0, 0]"
 
 
-def test_a_child_of_an_idle_parent_has_a_device_of_its_own() -> None:
+def test_a_child_of_an_idle_parent_has_a_device_of_its_own(run: Run) -> None:
     run("""
 hipsim.reset("7.15")
 count = ctypes.c_int()
@@ -230,6 +171,25 @@ if child:
 """)
 
 
+def test_a_child_shares_no_memory_with_a_parent_that_has_freed_its_own(
+    run: Run,
+) -> None:
+    """Its device is its own even after the parent's has been allocated from."""
+    run("""
+device = make("hipMalloc", PAGE)
+assert hipsim.load().hipFree(device) == 0
+child = os.fork()
+ours = make("hipMalloc", PAGE)
+bytes_of = np.full(PAGE, 1 if child else 2, np.uint8)
+np.frombuffer((ctypes.c_char * PAGE).from_address(ours.value), np.uint8)[:] = bytes_of
+if child:
+    assert join(child) == 0
+seen = (ctypes.c_char * PAGE).from_address(ours.value).raw
+assert seen == bytes_of.tobytes()
+assert hipsim.load().hipFree(ours) == 0
+""")
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -237,10 +197,13 @@ if child:
         'make("hipEventCreate")',
         'make("hipMalloc", 100)',
         'make("hipHostMalloc", 100, 0)',
+        'make("hipMemAddressReserve", PAGE, 0, None, 0)',
+        "create()",
+        "virtual()",
         "hipsim.load().hipStreamSynchronize(None)",
     ],
 )
-def test_a_child_of_a_parent_with_a_device_is_refused(use: str) -> None:
+def test_a_child_of_a_parent_with_a_device_is_refused(run: Run, use: str) -> None:
     run(f"""
 {use}
 child = os.fork()
@@ -262,20 +225,22 @@ round_trip(1)
 """)
 
 
-def test_a_child_does_not_reach_its_parents_device_memory() -> None:
-    run("""
-import signal
-device = make("hipMalloc", 4096)
+@pytest.mark.parametrize("memory", ['make("hipMalloc", PAGE)', "virtual()"])
+def test_a_child_does_not_reach_its_parents_device_memory(
+    run: Run, memory: str
+) -> None:
+    program = """
 child = os.fork()
 if child == 0:
     ctypes.memset(device, 1, 4096)
     os._exit(0)
 assert join(child) == -signal.SIGSEGV
 assert ctypes.string_at(device, 4096) == bytes(4096)
-""")
+"""
+    run(f"device = {memory}\n{program}", HIPSIM_HOST_READS="allow")
 
 
-def test_forking_amid_copies_hangs_nobody() -> None:
+def test_forking_amid_copies_hangs_nobody(run: Run) -> None:
     run("""
 import threading
 lib = hipsim.load()
@@ -300,7 +265,7 @@ for thread in threads:
 """)
 
 
-def test_a_child_may_reset_what_its_parent_had_queued() -> None:
+def test_a_child_may_reset_what_its_parent_had_queued(run: Run) -> None:
     run("""
 hipsim.configure(copy_latency_us=300_000)
 device, stream = make("hipMalloc", 4096), make("hipStreamCreate")
@@ -315,7 +280,7 @@ assert ctypes.string_at(device, 4096) == bytes([1]) * 4096
 """)
 
 
-def test_stream_threads_take_no_signals() -> None:
+def test_stream_threads_take_no_signals(run: Run) -> None:
     output = run("""
 before = set(os.listdir("/proc/self/task"))
 stream, device = make("hipStreamCreate"), make("hipMalloc", 1)
@@ -331,3 +296,136 @@ with open("/proc/self/status") as status:
     interrupt_and_terminate = 1 << (2 - 1) | 1 << (15 - 1)
     assert of_stream & interrupt_and_terminate == interrupt_and_terminate
     assert of_main & interrupt_and_terminate == 0
+
+
+# --- the host and virtual memory ---------------------------------------------------
+
+READ = "print(ctypes.string_at(address, 1))"
+WRITE = "ctypes.memset(address, 7, 1)"
+GRANT = "set_access(address, PAGE, hipsim.LOCATION_HOST{})\n"
+READ_ONLY = GRANT.format(", 1")
+
+
+@pytest.mark.parametrize(
+    ("reads", "program", "touches"),
+    [
+        ("", READ, False),
+        ("fault", READ, False),
+        ("fault", GRANT.format("") + WRITE, True),
+        ("fault", READ_ONLY + READ, True),
+        ("fault", READ_ONLY + WRITE, False),
+        ("allow", READ, True),
+        ("allow", WRITE, True),
+        ("fault", 'address = make("hipMalloc", PAGE); ' + WRITE, True),
+    ],
+)
+def test_the_host_touches_virtual_memory_only_where_it_may(
+    start: Start, reads: str, program: str, touches: bool
+) -> None:
+    text = f"address = virtual(); print('mapped', flush=True)\n{program}"
+    status, output, errors = start(text, HIPSIM_HOST_READS=reads).wait()
+    assert output.startswith("mapped"), errors
+    assert status == (0 if touches else -signal.SIGSEGV), errors
+
+
+# --- memory of another process -----------------------------------------------------
+
+EXPORT = """
+device = make("hipMalloc", 3 * PAGE)
+data = np.repeat(np.arange(1, 4, dtype=np.uint8), PAGE)
+call("hipMemcpy", device, data.ctypes.data, data.size, 1)
+export(device.value + PAGE)
+"""
+ASK = """
+for line in sys.stdin:
+    print(ctypes.string_at(device.value + int(line), 1)[0], flush=True)
+"""
+
+
+def test_processes_share_what_one_exports(gpu: Any, export: Any) -> None:
+    program, handle = export(EXPORT + ASK)
+    pointer = gpu.open(handle)
+    assert (gpu.read(pointer, PAGE) == 2).all()
+    assert (gpu.read(pointer - PAGE, PAGE) == 1).all()
+    gpu.call("hipMemset", pointer + 5, 9, 1)
+    gpu.call("hipDeviceSynchronize")
+    program.send(str(PAGE + 5))
+    assert program.receive() == "9"
+    assert gpu.lib.hipMemset(pointer, 0, 2 * PAGE + 1) == 1
+    stats = hipsim.stats()
+    assert (stats.imports, stats.imported_bytes) == (1, 3 * PAGE)
+    assert stats.device_bytes == 0
+    gpu.call("hipIpcCloseMemHandle", pointer)
+    assert gpu.lib.hipMemset(pointer, 0, 1) == 1
+    program.send("0")
+    assert program.receive() == "1"
+
+
+def test_an_importer_outlives_the_exporter(gpu: Any, export: Any) -> None:
+    program, handle = export(EXPORT + ASK)
+    pointer, host = gpu.open(handle), gpu.pinned(PAGE)
+    stream = gpu.stream()
+    hipsim.configure(copy_latency_us=200_000)
+    gpu.call("hipMemcpyAsync", host.ctypes.data, pointer, PAGE, 2, stream)
+    program.kill()
+    gpu.call("hipStreamSynchronize", stream)
+    assert (host == 2).all()
+    hipsim.configure(copy_latency_us=0)
+    gpu.load(pointer, gpu.pinned(PAGE, seed=1))
+    assert np.array_equal(gpu.read(pointer, PAGE), gpu.arrays[-1])
+    # What is open can be opened again; nobody else can any more.
+    again = gpu.open(handle)
+    assert again == pointer
+    for _ in range(2):
+        gpu.call("hipIpcCloseMemHandle", pointer)
+    assert open_error(gpu, handle) == 17
+
+
+def open_error(gpu: Any, handle: hipsim.IpcMemHandle) -> int:
+    out = ctypes.c_void_p()
+    error: int = gpu.lib.hipIpcOpenMemHandle(ctypes.byref(out), handle, 1)
+    assert out.value is None
+    return error
+
+
+def test_a_handle_ends_with_the_memory(gpu: Any, export: Any) -> None:
+    program, first = export(
+        EXPORT
+        + """
+sys.stdin.readline()
+call("hipFree", device)
+print("free", flush=True)
+sys.stdin.readline()
+export(make("hipMalloc", 3 * PAGE))
+sys.stdin.readline()
+"""
+    )
+    program.send("go")
+    assert program.receive() == "free"
+    assert open_error(gpu, first) == 17
+    assert hipsim.stats().ipc_failed_imports == 1
+    # Nor does it lead to memory that is exported later.
+    program.send("go")
+    told = bytes.fromhex(program.receive())
+    assert open_error(gpu, first) == 17
+    gpu.open(hipsim.IpcMemHandle.from_buffer_copy(told))
+
+
+@pytest.mark.parametrize("name", hipsim.PROFILES)
+def test_virtual_memory_is_not_exported(start: Start, gpu: Any, name: str) -> None:
+    program = start(
+        """
+address, handle = virtual(), hipsim.IpcMemHandle()
+error = hipsim.load().hipIpcGetMemHandle(ctypes.byref(handle), address)
+print(error, bytes(handle).hex(), flush=True)
+sys.stdin.readline()
+""",
+        HIPSIM_PROFILE=name,
+    )
+    error, told = program.receive().split()
+    if hipsim.PROFILES.index(name) >= hipsim.PROFILES.index("7.13"):
+        assert error == "1"
+        return
+    assert error == "0"
+    handle = hipsim.IpcMemHandle.from_buffer_copy(bytes.fromhex(told))
+    assert open_error(gpu, handle) == 17

@@ -221,7 +221,8 @@ def test_priorities(gpu: Any) -> None:
     )
     assert (least.value, greatest.value) == (1, -1)
     for priority in (-100, -1, 0, 1, 100):
-        gpu._make("hipStreamCreateWithPriority", "hipStreamDestroy", 1, priority)
+        stream = gpu.make("hipStreamCreateWithPriority", 1, priority)
+        gpu.defer("hipStreamDestroy", stream)
     assert hipsim.stats().streams == 5
 
 
@@ -234,3 +235,92 @@ def test_threads_wait_without_the_interpreter_lock(gpu: Any) -> None:
     waiter.join(timeout=30)
     assert not waiter.is_alive()
     assert gpu.lib.hipStreamQuery(stream) == 0
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["with wait", "without: control"])
+def test_a_late_fill_wipes_out_what_another_stream_wrote(gpu: Any, wait: bool) -> None:
+    host, device, stream = gpu.pinned(100, seed=1), gpu.malloc(100), gpu.stream()
+    hipsim.configure(fill_latency_us=SLOW_US)
+    gpu.call("hipMemset", device, 0, 100)
+    if wait:
+        gpu.call("hipStreamSynchronize", None)
+    gpu.call("hipMemcpyAsync", device, host.ctypes.data, 100, 4, stream)
+    gpu.call("hipDeviceSynchronize")
+    assert (gpu.read(device, 100) == (host if wait else 0)).all()
+
+
+# --- capture -----------------------------------------------------------------------
+
+# The last release in which work on the null stream breaks captures.
+NULL_BREAKS = ("7.1", "7.2.3", "7.12")
+# The releases before the one in which a stream survives an invalidated capture.
+STAYS_INVALID = ("7.1", "7.2.3", "7.12", "7.13")
+
+
+def status_of(gpu: Any, stream: int) -> int:
+    status = ctypes.c_uint()
+    gpu.call("hipStreamIsCapturing", stream, ctypes.byref(status))
+    return status.value
+
+
+def end(gpu: Any, stream: int) -> int:
+    graph = ctypes.c_void_p(5)
+    error: int = gpu.lib.hipStreamEndCapture(stream, ctypes.byref(graph))
+    assert (graph.value is None) == (error != 0)
+    if error == 0:
+        gpu.defer("hipGraphDestroy", graph.value)
+    return error
+
+
+def test_a_graph_replays_what_was_captured(gpu: Any, profile: str) -> None:
+    host, device, back = gpu.pinned(100, seed=1), gpu.malloc(200), gpu.pinned(200)
+    graph = gpu.graph(
+        ["hipMemsetAsync", device, 3, 200],
+        ["hipMemcpyAsync", device, host.ctypes.data, 100, 4],
+        ["hipMemcpy2DAsync", device + 100, 20, device, 10, 10, 5, 4],
+        ["hipMemcpyAsync", back.ctypes.data, device, 200, 4],
+    )
+    assert (back == 0).all()
+    assert hipsim.stats().fills == 0
+    nodes = ctypes.c_size_t()
+    gpu.call("hipGraphGetNodes", graph, None, ctypes.byref(nodes))
+    assert nodes.value == 4
+    executable, stream = gpu.executable(graph), gpu.stream()
+    gpu.call("hipGraphDestroy", graph)
+    for seed in (1, 2):
+        host[:] = gpu.pageable(100, seed=seed)
+        gpu.call("hipGraphLaunch", executable, stream)
+        gpu.call("hipStreamSynchronize", stream)
+        assert (back[:100] == host).all()
+        rows = back[100:].reshape(5, 20)
+        assert (rows[:, :10] == host[:50].reshape(5, 10)).all()
+        assert (rows[:, 10:] == 3).all()
+    assert hipsim.stats().fills == 2
+
+
+@pytest.mark.parametrize("call", ["hipMemset", "hipMemcpy"])
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_a_synchronous_call_ends_every_capture(
+    gpu: Any, profile: str, call: str, mode: int
+) -> None:
+    device, host = gpu.malloc(8), gpu.pinned(8)
+    streams = [gpu.stream(BLOCKING), gpu.stream(NON_BLOCKING)]
+    for stream in streams:
+        gpu.call("hipStreamBeginCapture", stream, mode)
+    arguments = (0, 8) if call == "hipMemset" else (host.ctypes.data, 8, 1)
+    assert getattr(gpu.lib, call)(device, *arguments) == 906
+    for stream in streams:
+        assert status_of(gpu, stream) == 2
+        assert gpu.lib.hipMemsetAsync(device, 0, 8, stream) == 901
+        assert end(gpu, stream) == 901
+        stuck = profile in STAYS_INVALID
+        assert status_of(gpu, stream) == (2 if stuck else 0)
+    assert getattr(gpu.lib, call)(device, *arguments) == 0
+
+
+def test_the_null_stream_and_captures_by_release(gpu: Any, profile: str) -> None:
+    device, stream = gpu.malloc(8), gpu.stream()
+    gpu.call("hipStreamBeginCapture", stream, 0)
+    breaks = profile in NULL_BREAKS
+    assert gpu.lib.hipMemsetAsync(device, 1, 8, None) == (906 if breaks else 0)
+    assert end(gpu, stream) == (901 if breaks else 0)

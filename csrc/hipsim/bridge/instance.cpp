@@ -27,8 +27,10 @@ bool parse_number(const char* text, unsigned long long* number) {
 class EnvironmentReader {
  public:
   Options read() {
+    options_.profile = &default_profile(bridge().cuda);
     read_profile();
     read_vram();
+    read_host_reads();
     read_engines();
     return options_;
   }
@@ -38,12 +40,17 @@ class EnvironmentReader {
   void read_profile() {
     const char* name = environment("HIPSIM_PROFILE");
     if (name == nullptr) return;
-    if (const Profile* profile = find_profile(name)) {
+    const Profile* profile = find_profile(name);
+    if (profile != nullptr && profile->cuda == bridge().cuda) {
       options_.profile = profile;
       return;
     }
+    // A process may have both drivers, and the variable names a release of one.
+    if (profile != nullptr && bridge().cuda) return;
     std::string names;
-    for (const Profile& profile : profiles()) names += std::string(" ") + profile.name;
+    for (const Profile& each : profiles()) {
+      if (each.cuda == bridge().cuda) names += std::string(" ") + each.name;
+    }
     reject("HIPSIM_PROFILE", name, "one of" + names);
   }
 
@@ -56,6 +63,16 @@ class EnvironmentReader {
       return;
     }
     options_.vram_bytes = bytes;
+  }
+
+  void read_host_reads() {
+    const char* text = environment("HIPSIM_HOST_READS");
+    if (text == nullptr) return;
+    const std::string answer = text;
+    options_.host_reads = answer == "allow";
+    if (answer != "allow" && answer != "fault") {
+      reject("HIPSIM_HOST_READS", text, "'fault' or 'allow'");
+    }
   }
 
   void read_engines() {
@@ -87,9 +104,7 @@ std::string& stored_environment_error() {
 Runtime* make_runtime() {
   EnvironmentReader environment;
   const Options options = environment.read();
-#define HIPSIM_NAME(name) #name,
-  auto* made = new Runtime(options, {HIPSIM_CALLS(HIPSIM_NAME)});
-#undef HIPSIM_NAME
+  auto* made = new Runtime(options, bridge().calls);
   if (!environment.error().empty()) {
     std::fprintf(stderr, "hipsim: no device: %s\n", environment.error().c_str());
     stored_environment_error() = environment.error();
@@ -102,8 +117,6 @@ Runtime* make_runtime() {
   return made;
 }
 
-thread_local hipError_t t_last_error = hipSuccess;
-
 }  // namespace
 
 Runtime& runtime() {
@@ -112,15 +125,5 @@ Runtime& runtime() {
 }
 
 const std::string& environment_error() { return stored_environment_error(); }
-
-hipError_t last_error() { return t_last_error; }
-
-hipError_t take_last_error() {
-  const hipError_t error = t_last_error;
-  t_last_error = hipSuccess;
-  return error;
-}
-
-void set_last_error(hipError_t error) { t_last_error = error; }
 
 }  // namespace hipsim

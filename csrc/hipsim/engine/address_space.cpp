@@ -2,87 +2,85 @@
 #include "engine/address_space.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
+#include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace hipsim {
 namespace {
 
-constexpr size_t kPage = 4096;
+// Room for reservations that are never filled, on devices of any size.
+constexpr size_t kLeastWindow = size_t{256} << 30;
 constexpr size_t kWindowPerVram = 4;
 
-size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+uintptr_t as_number(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer);
+}
 
 void* as_pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-bool map_fresh_memory(uintptr_t address, size_t bytes) {
-  const int file = memfd_create("hipsim", MFD_CLOEXEC);
-  if (file < 0) return false;
-  void* mapped = MAP_FAILED;
-  if (ftruncate(file, static_cast<off_t>(bytes)) == 0) {
-    mapped = mmap(as_pointer(address), bytes, PROT_READ | PROT_WRITE,
-                  MAP_SHARED | MAP_FIXED, file, 0);
-  }
-  close(file);
-  if (mapped == MAP_FAILED) return false;
-  madvise(mapped, bytes, MADV_DONTFORK);
-  return true;
+// Can every page be touched, so that it could be pinned?
+bool is_mapped(uintptr_t begin, size_t bytes) {
+  const size_t lead = begin % kPage;
+  return msync(as_pointer(begin - lead), lead + bytes, MS_ASYNC) == 0;
 }
 
-void* reserve(void* hint, size_t bytes, int flags) {
-  return mmap(hint, bytes, PROT_NONE,
-              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+// The range that holds the address.
+template <typename Ranges>
+auto holder(const Ranges& ranges, uintptr_t address) {
+  auto it = ranges.upper_bound(address);
+  if (it == ranges.begin()) return ranges.end();
+  --it;
+  return address - it->first < it->second.bytes ? it : ranges.end();
 }
 
 }  // namespace
 
 AddressSpace::AddressSpace(int devices, size_t vram_bytes)
-    : vram_bytes_(vram_bytes / kPage * kPage),
-      free_bytes_(devices, vram_bytes_),
-      window_bytes_(kWindowPerVram * devices * vram_bytes_) {}
+    : window_(std::max(kLeastWindow, kWindowPerVram * devices * vram_bytes)) {
+  for (int device = 0; device < devices; ++device) {
+    vrams_.push_back(std::make_unique<Vram>(device, vram_bytes));
+  }
+}
 
 AddressSpace::~AddressSpace() {
-  if (window_ != 0) munmap(as_pointer(window_), window_bytes_);
   for (const auto& [base, range] : host_ranges_) {
     if (range.owned) munmap(as_pointer(base), whole_pages(range.bytes));
   }
 }
 
-bool AddressSpace::reserve_window() {
-  if (window_ != 0) return true;
-  void* window = reserve(nullptr, window_bytes_, 0);
-  if (window == MAP_FAILED) return false;
-  window_ = next_ = reinterpret_cast<uintptr_t>(window);
-  return true;
-}
-
-std::optional<uintptr_t> AddressSpace::find_gap(size_t bytes) const {
-  const uintptr_t end = window_ + window_bytes_;
-  for (const uintptr_t start : {next_, window_}) {
-    uintptr_t candidate = start;
-    for (auto it = device_ranges_.lower_bound(start);; ++it) {
-      const uintptr_t limit = it == device_ranges_.end() ? end : it->first;
-      if (limit - candidate >= bytes) return candidate;
-      if (it == device_ranges_.end()) break;
-      candidate = it->first + whole_pages(it->second.bytes);
-    }
-  }
-  return std::nullopt;
-}
-
 Error AddressSpace::allocate(int device, size_t bytes, void** pointer) {
-  if (bytes > free_bytes_[device]) return Error::kOutOfMemory;
-  const size_t charged = whole_pages(bytes);
-  if (charged > free_bytes_[device] || !reserve_window()) return Error::kOutOfMemory;
-  const std::optional<uintptr_t> base = find_gap(charged);
-  if (!base || !map_fresh_memory(*base, charged)) return Error::kOutOfMemory;
-
-  device_ranges_[*base] = {bytes, device, true, false};
-  next_ = *base + charged;
-  free_bytes_[device] -= charged;
+  PhysicalRef memory;
+  Error error = vrams_[device]->allocate(bytes, &memory);
+  if (error != Error::kSuccess) return error;
+  error = add_device_range(RangeKind::kAllocation, bytes, std::move(memory), pointer);
+  if (error != Error::kSuccess) return error;
   usage_.device_allocations += 1;
   usage_.device_bytes += bytes;
+  return Error::kSuccess;
+}
+
+Error AddressSpace::import(PhysicalRef memory, size_t bytes, void** pointer) {
+  const Error error =
+      add_device_range(RangeKind::kImport, bytes, std::move(memory), pointer);
+  if (error != Error::kSuccess) return error;
+  usage_.imports += 1;
+  usage_.imported_bytes += bytes;
+  return Error::kSuccess;
+}
+
+Error AddressSpace::add_device_range(RangeKind kind, size_t bytes, PhysicalRef memory,
+                                     void** pointer) {
+  const std::optional<uintptr_t> base = window_.take(bytes);
+  if (!base) return Error::kOutOfMemory;
+  const int protection = host_may_access_ ? PROT_READ | PROT_WRITE : PROT_NONE;
+  device_ranges_[*base] = {kind, bytes, ++last_id_, memory};
+  if (!window_.map(*base, *memory, protection)) {
+    device_ranges_.erase(*base);
+    window_.give_back(*base);
+    return Error::kOutOfMemory;
+  }
   *pointer = as_pointer(*base);
   return Error::kSuccess;
 }
@@ -92,7 +90,7 @@ Error AddressSpace::allocate_host(size_t bytes, void** pointer) {
   void* mapped = mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return Error::kOutOfMemory;
-  host_ranges_[reinterpret_cast<uintptr_t>(mapped)] = {bytes, -1, true, false};
+  host_ranges_[as_number(mapped)] = {bytes, ++last_id_, true, 0};
   usage_.host_allocations += 1;
   usage_.host_allocation_bytes += bytes;
   *pointer = mapped;
@@ -105,82 +103,169 @@ bool AddressSpace::touches_host_range(uintptr_t begin, size_t bytes) const {
          (next != host_ranges_.end() && next->first - begin < bytes);
 }
 
-Error AddressSpace::register_host(void* pointer, size_t bytes) {
-  const auto begin = reinterpret_cast<uintptr_t>(pointer);
+Error AddressSpace::register_host(void* pointer, size_t bytes, bool aliased) {
+  const uintptr_t begin = as_number(pointer);
   if (begin == 0 || bytes == 0 || begin + bytes < begin) return Error::kInvalidValue;
-  if (window_ != 0 && begin < window_ + window_bytes_ && begin + bytes > window_) {
-    return Error::kInvalidValue;
-  }
+  if (window_.touches(begin, bytes)) return Error::kInvalidValue;
   if (touches_host_range(begin, bytes)) return Error::kHostMemoryAlreadyRegistered;
-  host_ranges_[begin] = {bytes, -1, false, false};
+  if (!is_mapped(begin, bytes)) return Error::kInvalidValue;
+  const uint64_t id = ++last_id_;
+  uintptr_t alias = 0;
+  if (aliased) {
+    // An alias keeps the offset in the page, as hardware mappings do.
+    const size_t lead = begin % kPage;
+    const std::optional<uintptr_t> base = window_.take(lead + bytes);
+    if (!base) return Error::kOutOfMemory;
+    alias = *base + lead;
+    DeviceRange range{RangeKind::kHostAlias, bytes, id, nullptr};
+    range.host = begin;
+    device_ranges_[alias] = std::move(range);
+  }
+  host_ranges_[begin] = {bytes, id, false, alias};
   usage_.registered_ranges += 1;
   usage_.registered_bytes += bytes;
   return Error::kSuccess;
 }
 
-std::optional<Place> AddressSpace::forget_device(const void* pointer) {
-  const auto it = device_ranges_.find(reinterpret_cast<uintptr_t>(pointer));
-  if (it == device_ranges_.end() || it->second.dying) return std::nullopt;
-  const Place place{MemoryKind::kDevice, it->second.device, it->first,
-                    it->second.bytes};
+Error AddressSpace::device_pointer(const void* host, void** pointer) const {
+  const auto it = holder(host_ranges_, as_number(host));
+  if (it == host_ranges_.end() || it->second.dying) return Error::kInvalidValue;
+  const uintptr_t base = it->second.alias != 0 ? it->second.alias : it->first;
+  *pointer = as_pointer(base + (as_number(host) - it->first));
+  return Error::kSuccess;
+}
+
+std::optional<Place> AddressSpace::forget_range(RangeKind kind, const void* pointer) {
+  const auto it = device_ranges_.find(as_number(pointer));
+  if (it == device_ranges_.end() || it->second.kind != kind || it->second.dying) {
+    return std::nullopt;
+  }
   it->second.dying = true;
-  usage_.device_allocations -= 1;
-  usage_.device_bytes -= place.bytes;
+  return Place{MemoryKind::kDevice, it->second.memory->device, it->first,
+               it->second.bytes, window_.reach(it->first)};
+}
+
+std::optional<Place> AddressSpace::forget_device(const void* pointer) {
+  const std::optional<Place> place = forget_range(RangeKind::kAllocation, pointer);
+  if (place) {
+    usage_.device_allocations -= 1;
+    usage_.device_bytes -= place->bytes;
+  }
+  return place;
+}
+
+std::optional<Place> AddressSpace::forget_import(const void* pointer) {
+  const std::optional<Place> place = forget_range(RangeKind::kImport, pointer);
+  if (place) {
+    usage_.imports -= 1;
+    usage_.imported_bytes -= place->bytes;
+  }
   return place;
 }
 
 std::optional<Place> AddressSpace::forget_host_allocation(const void* pointer) {
-  const auto it = host_ranges_.find(reinterpret_cast<uintptr_t>(pointer));
-  if (it == host_ranges_.end() || !it->second.owned) return std::nullopt;
-  const Place place{MemoryKind::kRegisteredHost, -1, it->first, it->second.bytes};
-  host_ranges_.erase(it);
+  const auto it = host_ranges_.find(as_number(pointer));
+  if (it == host_ranges_.end() || !it->second.owned || it->second.dying) {
+    return std::nullopt;
+  }
+  const Place place{MemoryKind::kRegisteredHost, -1, it->first, it->second.bytes,
+                    it->first};
+  it->second.dying = true;
   usage_.host_allocations -= 1;
   usage_.host_allocation_bytes -= place.bytes;
   return place;
 }
 
-bool AddressSpace::unregister_host(const void* pointer) {
-  const auto it = host_ranges_.find(reinterpret_cast<uintptr_t>(pointer));
-  if (it == host_ranges_.end() || it->second.owned) return false;
+std::optional<Place> AddressSpace::forget_registration(const void* pointer) {
+  const auto it = host_ranges_.find(as_number(pointer));
+  if (it == host_ranges_.end() || it->second.owned || it->second.dying) {
+    return std::nullopt;
+  }
+  const Place place{MemoryKind::kRegisteredHost, -1, it->first, it->second.bytes,
+                    it->first};
+  it->second.dying = true;
+  if (it->second.alias != 0) device_ranges_.at(it->second.alias).dying = true;
   usage_.registered_ranges -= 1;
-  usage_.registered_bytes -= it->second.bytes;
-  host_ranges_.erase(it);
-  return true;
+  usage_.registered_bytes -= place.bytes;
+  return place;
 }
 
 void AddressSpace::unmap(const Place& place) {
-  const size_t charged = whole_pages(place.bytes);
   if (place.kind == MemoryKind::kDevice) {
-    reserve(as_pointer(place.base), charged, MAP_FIXED);
+    window_.unmap(place.base, whole_pages(place.bytes));
     device_ranges_.erase(place.base);
-    free_bytes_[place.device] += charged;
-  } else {
-    munmap(as_pointer(place.base), charged);
+    window_.give_back(place.base);
+    return;
   }
+  const auto it = host_ranges_.find(place.base);
+  if (it->second.owned) munmap(as_pointer(place.base), whole_pages(place.bytes));
+  if (const uintptr_t alias = it->second.alias; alias != 0) {
+    device_ranges_.erase(alias);
+    window_.give_back(alias / kPage * kPage);
+  }
+  host_ranges_.erase(it);
 }
 
-AddressSpace::Ranges::const_iterator AddressSpace::holder(const Ranges& ranges,
-                                                          uintptr_t address) {
-  auto it = ranges.upper_bound(address);
-  if (it == ranges.begin()) return ranges.end();
-  --it;
-  return address - it->first < it->second.bytes ? it : ranges.end();
+bool AddressSpace::still_holds(const Place& place) const {
+  if (place.kind == MemoryKind::kPageableHost) return true;
+  const auto device = device_ranges_.find(place.base);
+  if (device != device_ranges_.end()) return device->second.id == place.id;
+  const auto host = host_ranges_.find(place.base);
+  return host != host_ranges_.end() && host->second.id == place.id;
 }
 
-Error AddressSpace::locate(const void* pointer, size_t bytes, Place* place) const {
-  const auto address = reinterpret_cast<uintptr_t>(pointer);
-  const bool in_window = window_ != 0 && address - window_ < window_bytes_;
-  const Ranges& ranges = in_window ? device_ranges_ : host_ranges_;
-  const auto it = holder(ranges, address);
-  if (it == ranges.end() || it->second.dying) {
-    *place = {};
-    return in_window ? Error::kInvalidValue : Error::kSuccess;
+Error AddressSpace::locate(const void* pointer, size_t bytes, bool one_mapping,
+                           Place* place) const {
+  const uintptr_t address = as_number(pointer);
+  return window_.touches(address, 1) ? locate_device(address, bytes, one_mapping, place)
+                                     : locate_host(address, bytes, place);
+}
+
+Error AddressSpace::locate_host(uintptr_t address, size_t bytes, Place* place) const {
+  *place = {};
+  place->reach = address;
+  const auto it = holder(host_ranges_, address);
+  if (it == host_ranges_.end() || it->second.dying) return Error::kSuccess;
+  *place = {MemoryKind::kRegisteredHost,
+            -1,
+            it->first,
+            it->second.bytes,
+            address,
+            it->second.id};
+  return bytes <= it->second.bytes - (address - it->first) ? Error::kSuccess
+                                                           : Error::kInvalidValue;
+}
+
+Error AddressSpace::locate_device(uintptr_t address, size_t bytes, bool one_mapping,
+                                  Place* place) const {
+  *place = {};
+  if (const auto it = holder(device_ranges_, address); it != device_ranges_.end()) {
+    const auto& [base, range] = *it;
+    if (range.dying) return Error::kInvalidValue;
+    const size_t offset = address - base;
+    if (range.kind == RangeKind::kHostAlias) {
+      *place = {MemoryKind::kRegisteredHost, -1,      base, range.bytes,
+                range.host + offset,         range.id};
+    } else {
+      *place = {MemoryKind::kDevice, range.memory->device,   base,
+                range.bytes,         window_.reach(address), range.id};
+    }
+    return bytes <= range.bytes - offset ? Error::kSuccess : Error::kInvalidValue;
   }
-  const auto& [base, range] = *it;
-  *place = {in_window ? MemoryKind::kDevice : MemoryKind::kRegisteredHost, range.device,
-            base, range.bytes};
-  return bytes <= range.bytes - (address - base) ? Error::kSuccess
-                                                 : Error::kInvalidValue;
+  const std::optional<VirtualMemory::Found> found = virtual_memory_.find(address);
+  if (!found) return Error::kInvalidValue;
+  *place = {MemoryKind::kVirtual,  found->mapping->memory->device, found->base,
+            found->mapping->bytes, window_.reach(address),         0};
+  const bool fits = one_mapping ? bytes <= place->bytes - (address - place->base)
+                                : virtual_memory_.covers(address, bytes);
+  return fits ? Error::kSuccess : Error::kInvalidValue;
+}
+
+PhysicalRef AddressSpace::allocation_memory(const Place& place) const {
+  const auto it = device_ranges_.find(place.base);
+  const bool found = it != device_ranges_.end() &&
+                     it->second.kind == RangeKind::kAllocation && !it->second.dying;
+  return found ? it->second.memory : nullptr;
 }
 
 }  // namespace hipsim

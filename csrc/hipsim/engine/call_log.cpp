@@ -27,4 +27,12 @@ bool CallLog::fail(std::string_view name, uint64_t nth, Error error) {
 
 void CallLog::reset() { std::fill(calls_.begin(), calls_.end(), Call{}); }
 
+uint64_t CallLog::pending() const {
+  uint64_t pending = 0;
+  for (const Call& call : calls_) {
+    for (const Fault& fault : call.faults) pending += fault.at > call.count;
+  }
+  return pending;
+}
+
 }  // namespace hipsim

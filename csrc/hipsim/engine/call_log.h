@@ -24,6 +24,9 @@ class CallLog {
 
   void reset();
 
+  // Faults that were asked for and have not come yet.
+  uint64_t pending() const;
+
   const std::vector<const char*>& names() const { return names_; }
   uint64_t count(size_t index) const { return calls_[index].count; }
 

@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/address_space.h"
@@ -25,28 +27,75 @@ struct EngineRule {
   bool sdma = true;
 };
 
+// `width` bytes in each of `height` rows in each of `depth` slices.
+struct Shape {
+  size_t width;
+  size_t height = 1;
+  size_t depth = 1;
+
+  size_t bytes() const { return width * height * depth; }
+};
+
+// The distances in bytes from row to row and from slice to slice.
+struct Pitch {
+  size_t row = 0;
+  size_t slice = 0;
+};
+
+// One end of a copy: the address as the caller named it, and where that is.
+struct Side {
+  uintptr_t address = 0;
+  Pitch pitch = {};
+  Place place = {};
+
+  // It must lie in the one mapping of virtual memory that holds its first byte.
+  bool one_mapping = false;
+
+  // How far the copy reaches, from its first byte past its last.
+  size_t extent(const Shape& shape) const {
+    return (shape.depth - 1) * pitch.slice + (shape.height - 1) * pitch.row +
+           shape.width;
+  }
+};
+
 struct Copy {
-  void* destination;
-  const void* source;
-  size_t bytes;
+  Side to;
+  Side from;
+  Shape shape;
+  bool pitched;
   Direction direction;
   CopyEngine engine;
 
   // One side is pageable host memory, so the bytes take a detour through a
   // page-locked buffer of the runtime, and the caller waits.
   bool staged;
+
+  // What the source held when the call was made, if it was read then.
+  std::shared_ptr<const std::vector<unsigned char>> taken = nullptr;
 };
 
 Direction direction_of(const Place& destination, const Place& source);
 
+// Where a box begins, x bytes into row y of slice z; none where that, or the distance
+// of slices, cannot be counted. `rows` is the number of rows from slice to slice.
+std::optional<uintptr_t> box_address(uintptr_t base, size_t pitch, size_t rows,
+                                     size_t x, size_t y, size_t z);
+
+// Does one packet of a copy engine hold the shape? Copy packets before gfx12 count in
+// elements of up to 16 bytes, with 19 bits for the pitch of a row, 28 for that of a
+// slice and 11 for the number of slices; addresses and pitches are multiples of 4.
+bool fits_packet(const Side& to, const Side& from, const Shape& shape);
+
 // `prefer_sdma` is the caller's word, which passes over the size. Copies between two
 // addresses of one device, and between two devices, are accounted to the kernel.
-Copy plan_copy(const EngineRule& rule, void* destination, const Place& to,
-               const void* source, const Place& from, size_t bytes, bool prefer_sdma);
+Copy plan_copy(const EngineRule& rule, const Side& to, const Side& from,
+               const Shape& shape, bool pitched, bool prefer_sdma);
+
+// Reads the source now, so that it may change while the copy is still queued.
+void take_source(Copy* copy);
 
 // Moves the bytes; with `corrupt_loads` what goes from host to device is inverted.
-// Returns how many of the copies were made before `abandoned` was set.
-size_t perform(const std::vector<Copy>& copies, bool corrupt_loads,
-               const std::atomic<bool>& abandoned);
+// False, and the copy incomplete, once `abandoned` is set.
+bool perform(const Copy& copy, bool corrupt_loads, const std::atomic<bool>& abandoned);
 
 }  // namespace hipsim

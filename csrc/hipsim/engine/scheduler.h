@@ -48,6 +48,9 @@ struct Operation {
 
   // Long work looks at the flag now and then, and stops when it is set.
   std::function<void(const std::atomic<bool>& abandoned)> run;
+
+  // Of the scheduler: the latencies that were skipped before it was submitted.
+  uint64_t skipped = 0;
 };
 
 class Scheduler {
@@ -80,6 +83,9 @@ class Scheduler {
   void drain_device(int device) const;
   void drain_all() const;
 
+  // No operation that was submitted until now waits for its latency any longer.
+  void skip_latency();
+
   // From now on operations are asked to stop at once, and none sleeps. Returns when
   // none is running. For the end of the process, whose memory is about to go.
   void abandon();
@@ -103,6 +109,7 @@ class Scheduler {
   mutable std::condition_variable progress_;
   std::vector<StreamRef> streams_;
   std::atomic<bool> abandoned_{false};
+  uint64_t skipped_ = 0;
   int running_ = 0;
 };
 
