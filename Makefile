@@ -10,10 +10,10 @@ ARGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint conformance clean
+.PHONY: help setup serve test test-native fuzz lint conformance contract clean
 
 help: ## say what each command does
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1|/' \
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' \
 		| while IFS='|' read -r command what; do printf '  %-18s %s\n' "$$command" "$$what"; done
 
 setup: ## make .venv whole: vLLM, tools, simulator, the series on a copy of vLLM
@@ -27,11 +27,46 @@ serve: setup ## serve a model with KV offload, on the GPU or the simulator (MODE
 test: setup ## run every test that this machine can run (ARGS= goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-native: setup ## C++ tests and the contract under the thread, address and UB sanitizers
+	@$(BIN)/python tools/native_tests.py
+
+SECONDS ?= 60
+CLANG ?= clang++
+fuzz: setup ## run the simulator's fuzzer (SECONDS=600, CLANG=/path/to/clang++)
+	@$(BIN)/python tools/native_tests.py --fuzz $(SECONDS) --clang "$(CLANG)"
+
 lint: setup ## ruff, ruff format, mypy --strict and clang-format over the whole tree
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 
 conformance: setup ## run vLLM 0.33.0's own KV offload tests on the patched tree
 	@$(BIN)/python tools/conformance.py $(ARGS)
+
+contract: $(if $(HIP)$(LIBCUDA),,setup) ## check what HIP and CUDA's driver do, here or on a GPU (HIP=, CUDA=1, LIBCUDA=, ARGS=)
+	@$(if $(CUDA)$(LIBCUDA),\
+	find="$(or $(LIBCUDA),vllm_rocm_memory/_native/hipsim-cuda)" \
+		names="libcuda.so.1 lib64/libcuda.so.1" program=on-cuda,\
+	find="$(or $(HIP),vllm_rocm_memory/_native/hipsim)" \
+		names="libamdhip64.so.7 lib/libamdhip64.so.7 lib/libamdhip64.so" program=on-hip); \
+	lib="$$find"; for name in $$names; do test -f "$$lib" || lib="$$find/$$name"; done; \
+	test -f "$$lib" || { echo "none of $$names in $$find" >&2; exit 1; }; \
+	$(MAKE) --no-print-directory -j2 "build/contract/$$program" LIBRARY="$$lib" && \
+	exec "build/contract/$$program" $(ARGS)
+
+CONTRACT := tests/hipsim/contract
+# the objects of a folder's sources
+contract_objects = $(patsubst $(CONTRACT)/%.cpp,build/contract/objects/%.o,$(wildcard $(CONTRACT)/$1*.cpp))
+build/contract/objects/%.o: $(CONTRACT)/%.cpp $(wildcard $(CONTRACT)/*.h $(CONTRACT)/*/*.h csrc/hipsim/bridge/*.h)
+	@mkdir -p $(@D)
+	@$(CXX) -std=c++17 -O1 -g -Icsrc/hipsim -I$(CONTRACT) -c $< -o $@
+
+# linked each time, because the library may be another one
+.PHONY: build/contract/on-hip build/contract/on-cuda
+build/contract/on-hip: $(call contract_objects,harness/) $(call contract_objects,)
+build/contract/on-cuda: $(call contract_objects,harness/) $(call contract_objects,cuda/)
+build/contract/on-hip build/contract/on-cuda:
+	@$(CXX) $^ "$(LIBRARY)" -Wl,-rpath,"$(dir $(abspath $(LIBRARY)))" -o $@ \
+		-Wl,--unresolved-symbols=ignore-all,-z,lazy,--export-dynamic \
+		-pthread -ldl
 
 clean: ## remove .venv, caches and everything that was built
 	rm -rf .venv .cache build dist *.egg-info vllm_rocm_memory/_native \

@@ -1,53 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own tests, in C++ and under sanitizers."""
+"""The C++ tests of the simulator under sanitizers: the engine's, and the fuzzer's.
 
-import os
+`make test-native` runs the same programs from the same builds, and the contract
+besides.
+"""
+
+import re
 import subprocess
-import sys
 from pathlib import Path
 
+import native_tests
 import pytest
 
-SOURCES = Path(__file__).parents[2] / "csrc" / "hipsim"
+from vllm_rocm_memory.sim import hipsim
+
+ENGINE, REPLAY = "hipsim_engine_test", "hipsim_fuzz_replay"
+INPUTS = 100
+FUZZ = Path(__file__).with_name("fuzz")
 CASES = [
-    line.strip()[5:-2]
-    for line in Path(__file__).with_name("engine_test.cpp").read_text().splitlines()
-    if line.strip().startswith("TEST(")
+    name
+    for path in sorted(Path(__file__).with_name("native").glob("*_test.cpp"))
+    for name in re.findall(r"^TEST\((\w+)\)", path.read_text(), re.MULTILINE)
 ]
 
 
-@pytest.fixture(scope="module", params=["thread", "address,undefined"])
-def engine_test(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """The test program, built with a sanitizer."""
-    build = tmp_path_factory.mktemp("engine")
-    flags = f"-fsanitize={request.param} -fno-sanitize-recover=all"
-    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    configure = ["cmake", "-S", str(SOURCES), "-B", str(build), "-G", "Ninja"]
-    options = ["HIPSIM_ENGINE_TEST=ON", f"CMAKE_CXX_FLAGS={flags}"]
-    options += [f"NATIVE_DIR={build}", "CMAKE_BUILD_TYPE=Debug"]
-    make = ["cmake", "--build", str(build), "-j2", "--target", "hipsim_engine_test"]
-    for command in (configure + [f"-D{option}" for option in options], make):
-        done = subprocess.run(
-            command,
-            env={**os.environ, "PATH": tools},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    return build / "hipsim_engine_test"
+@pytest.fixture(scope="module", params=native_tests.SANITIZERS)
+def programs(request: pytest.FixtureRequest) -> dict[str, Path]:
+    """The programs, built with a sanitizer."""
+    return native_tests.build(request.param, (ENGINE, REPLAY))
+
+
+def run(*command: str | Path) -> str:
+    """What is wrong with a program's run; empty when nothing is."""
+    return native_tests.execute(native_tests.Run("", "", command)).report
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_engine(engine_test: Path, case: str) -> None:
-    done = subprocess.run(
-        [engine_test, case], capture_output=True, text=True, timeout=120
+def test_engine(programs: dict[str, Path], case: str) -> None:
+    report = run(programs[ENGINE], case)
+    assert not report, report
+
+
+def test_no_case_is_forgotten(programs: dict[str, Path]) -> None:
+    listed = subprocess.run(
+        [programs[ENGINE], "--list"], capture_output=True, text=True, timeout=30
     )
-    assert done.returncode == 0, done.stderr
+    assert sorted(listed.stdout.split()) == sorted(CASES)
+    assert len(set(CASES)) == len(CASES)
 
 
-def test_no_case_is_forgotten(engine_test: Path) -> None:
-    listed = subprocess.run([engine_test], capture_output=True, text=True, timeout=30)
-    assert listed.stdout.split() == CASES
+def test_an_unknown_case_fails(programs: dict[str, Path]) -> None:
+    assert run(programs[ENGINE], "no_such_case")
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "case", "complaint"),
+    [
+        ("thread", "data_race", "ThreadSanitizer: data race"),
+        ("address", "use_after_free", "AddressSanitizer: heap-use-after-free"),
+        ("address", "memory_leak", "LeakSanitizer: detected memory leaks"),
+        ("address", "signed_overflow", "runtime error: signed integer overflow"),
+        ("thread", "failed_check", "not so: zero == 1"),
+        ("address", "wrong_error", "number is 0, not 1"),
+    ],
+)
+def test_what_is_wrong_is_found(sanitizer: str, case: str, complaint: str) -> None:
+    programs = native_tests.build(sanitizer, (ENGINE,))
+    assert complaint in run(programs[ENGINE], case)
+
+
+@pytest.mark.parametrize("first", range(0, native_tests.FUZZ_INPUTS, INPUTS))
+def test_inputs_of_the_fuzzer(programs: dict[str, Path], first: int) -> None:
+    report = run(programs[REPLAY], str(INPUTS), str(first))
+    assert not report, report
+
+
+def test_the_fuzzer_calls_every_function() -> None:
+    source = (FUZZ / "fuzz_calls.cpp").read_text()
+    called = set(re.findall(r"\b(hip[A-Z]\w+)\(", source))
+    assert set(hipsim.PROTOTYPES) - called == set()
