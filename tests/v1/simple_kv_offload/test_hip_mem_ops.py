@@ -763,6 +763,7 @@ class _CudaDriver:
         self.calls: list[tuple[int, int, int, int]] = []
         prototype = ctypes.CFUNCTYPE(ctypes.c_int, *hip_runtime.BATCH_MEMCPY_ARGUMENTS)
         self._entry = prototype(self._batch)
+        self.address = ctypes.cast(self._entry, ctypes.c_void_p).value
         bindings = ModuleType("cuda.bindings")
         bindings.driver = self
         monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
@@ -772,7 +773,7 @@ class _CudaDriver:
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int):
         assert (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
-        return self.status, ctypes.cast(self._entry, ctypes.c_void_p).value, 0
+        return self.status, self.address, 0
 
     def _batch(self, dsts, srcs, sizes, count, attrs, idxs, num_attrs, fail, stream):
         flags = _CUmemcpyAttributes.from_address(attrs).flags
@@ -818,4 +819,12 @@ def test_a_cuda_driver_without_the_batch_copy_is_refused_with_a_remedy(monkeypat
     driver = _CudaDriver(monkeypatch)
     driver.status = driver.CUresult.CUDA_ERROR_NOT_FOUND
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_NOT_FOUND.*CUDA 12\.8"):
+        build_params({}, {}, SimpleNamespace(cuda_stream=0))
+
+
+def test_a_cuda_driver_that_tells_no_address_is_refused(monkeypatch):
+    """What a real one does for a release that is too old: success, and no address."""
+    driver = _CudaDriver(monkeypatch)
+    driver.address = 0
+    with pytest.raises(RuntimeError, match=r"\(no address\).*CUDA 12\.8"):
         build_params({}, {}, SimpleNamespace(cuda_stream=0))

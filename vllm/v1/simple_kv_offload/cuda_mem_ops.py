@@ -436,11 +436,13 @@ def _resolve_batch_memcpy() -> tuple[Any, int]:
 def _cuda_batch_memcpy() -> Any:
     from cuda.bindings import driver
 
-    # 12.8 names the interface with failIdx; CUDA 13's own has none.
+    # 12.8 names the interface with failIdx; CUDA 13's own has none. A driver that is
+    # too old answers with success and no address.
     status, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
-    if status != driver.CUresult.CUDA_SUCCESS:
+    if status != driver.CUresult.CUDA_SUCCESS or not address:
+        said = "no address" if not status else status.name
         raise RuntimeError(
-            f"The CUDA driver has no cuMemcpyBatchAsync ({status.name}), which "
+            f"The CUDA driver has no cuMemcpyBatchAsync ({said}), which "
             "SimpleCPUOffloadConnector needs. It comes with CUDA 12.8: update the "
             "driver, or run without the connector."
         )
