@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bridge/cuda_api.h"
 #include "bridge/cuda_call.h"
+#include "bridge/graphs.h"
 
 using hipsim::api;
 using hipsim::as_handle;
@@ -26,14 +27,10 @@ CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
 }
 
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
-  return api(
-      needs_of(stream), Call::cuStreamEndCapture, [=](Runtime& rt, const Caller&) {
-        Handle made = 0;
-        const Error error =
-            rt.end_capture(as_stream(stream), graph == nullptr ? nullptr : &made);
-        if (graph != nullptr) *graph = reinterpret_cast<CUgraph>(made);
-        return error;
-      });
+  return api(needs_of(stream), Call::cuStreamEndCapture,
+             [=](Runtime& rt, const Caller&) {
+               return hipsim::end_capture(rt, as_stream(stream), graph);
+             });
 }
 
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
@@ -56,14 +53,7 @@ CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
   return api(Needs::kDriver, Call::cuThreadExchangeStreamCaptureMode,
              [=](Runtime&, const Caller&) {
-               if (mode == nullptr || *mode > CU_STREAM_CAPTURE_MODE_RELAXED) {
-                 return Error::kInvalidValue;
-               }
-               CaptureMode& current = this_thread().caller.capture_mode;
-               const CaptureMode before = current;
-               current = static_cast<CaptureMode>(*mode);
-               *mode = static_cast<CUstreamCaptureMode>(before);
-               return Error::kSuccess;
+               return hipsim::exchange_capture_mode(&this_thread().caller, mode);
              });
 }
 
@@ -71,19 +61,7 @@ CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
 
 CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
   return api(Needs::kWork, Call::cuGraphGetNodes, [=](Runtime& rt, const Caller&) {
-    if (graph == nullptr || count == nullptr) return Error::kInvalidValue;
-    Handle first = 0;
-    size_t found = 0;
-    const Error error = rt.graph_nodes(as_handle(graph), &first, &found);
-    if (error != Error::kSuccess) return error;
-    if (nodes != nullptr) {
-      for (size_t i = 0; i < *count; ++i) {
-        nodes[i] = i < found ? reinterpret_cast<CUgraphNode>(first + i) : nullptr;
-      }
-      if (*count < found) return Error::kSuccess;
-    }
-    *count = found;
-    return Error::kSuccess;
+    return hipsim::list_nodes(rt, graph, nodes, count);
   });
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "bridge/graphs.h"
 #include "bridge/hip_api.h"
 #include "bridge/hip_call.h"
 
@@ -58,11 +59,7 @@ hipError_t hipStreamBeginCapture(hipStream_t stream, hipStreamCaptureMode mode) 
 
 hipError_t hipStreamEndCapture(hipStream_t stream, hipGraph_t* graph) {
   return api(Call::hipStreamEndCapture, [=](Runtime& rt, const Caller&) {
-    Handle made = 0;
-    const Error error =
-        rt.end_capture(as_stream(stream), graph == nullptr ? nullptr : &made);
-    if (graph != nullptr) *graph = reinterpret_cast<hipGraph_t>(made);
-    return error;
+    return hipsim::end_capture(rt, as_stream(stream), graph);
   });
 }
 
@@ -77,14 +74,7 @@ hipError_t hipStreamGetCaptureInfo(hipStream_t stream, hipStreamCaptureStatus* s
 
 hipError_t hipThreadExchangeStreamCaptureMode(hipStreamCaptureMode* mode) {
   return api(Call::hipThreadExchangeStreamCaptureMode, [=](Runtime&, const Caller&) {
-    if (mode == nullptr || *mode > hipStreamCaptureModeRelaxed) {
-      return Error::kInvalidValue;
-    }
-    CaptureMode& current = this_thread().caller.capture_mode;
-    const CaptureMode before = current;
-    current = static_cast<CaptureMode>(*mode);
-    *mode = static_cast<hipStreamCaptureMode>(before);
-    return Error::kSuccess;
+    return hipsim::exchange_capture_mode(&this_thread().caller, mode);
   });
 }
 
@@ -92,19 +82,7 @@ hipError_t hipThreadExchangeStreamCaptureMode(hipStreamCaptureMode* mode) {
 
 hipError_t hipGraphGetNodes(hipGraph_t graph, hipGraphNode_t* nodes, size_t* count) {
   return api(Call::hipGraphGetNodes, [=](Runtime& rt, const Caller&) {
-    if (graph == nullptr || count == nullptr) return Error::kInvalidValue;
-    Handle first = 0;
-    size_t found = 0;
-    const Error error = rt.graph_nodes(as_handle(graph), &first, &found);
-    if (error != Error::kSuccess) return error;
-    if (nodes != nullptr) {
-      for (size_t i = 0; i < *count; ++i) {
-        nodes[i] = i < found ? reinterpret_cast<hipGraphNode_t>(first + i) : nullptr;
-      }
-      if (*count < found) return Error::kSuccess;
-    }
-    *count = found;
-    return Error::kSuccess;
+    return hipsim::list_nodes(rt, graph, nodes, count);
   });
 }
 

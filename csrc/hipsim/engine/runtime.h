@@ -335,9 +335,13 @@ class Runtime {
   // Takes the lock.
   using Forget = std::optional<Place> (AddressSpace::*)(const void*);
   std::optional<Place> release_by(Forget forget, const void* pointer);
+  Error release_allocation(const Caller& caller, Forget forget, void* pointer);
   Error forbid_unsafe_call(const Caller& caller);
 
   // --- streams ---------------------------------------------------------------------
+  // The device that does the stream's work.
+  int device_of(const Caller& caller, Handle stream) const;
+
   // Null for a stream that there is not.
   StreamRef find_stream(const Caller& caller, Handle stream);
 

@@ -169,7 +169,7 @@ Error Runtime::launch(const Caller& caller, Handle executable, Handle stream) {
     // HIP has no word on captures here: the graph runs at once and is not recorded.
     target.stream = find_stream(caller, stream);
     if (!target.stream) return Error::kContextIsDestroyed;
-    target.device = stream == 0 ? caller.device : streams_.at(stream).device;
+    target.device = device_of(caller, stream);
   }
   for (const GraphNode& node : it->second.graph->nodes) enqueue(target, node.work);
   return Error::kSuccess;

@@ -410,7 +410,7 @@ Error Runtime::copy_batch(const Caller& thread, const Batch& batch, Handle strea
     counters_.batch_copies += batch.count;
   }
   const Work work = overruns ? memory_fault_work() : copy_work(copies);
-  const int device = stream == 0 ? caller.device : streams_.at(stream).device;
+  const int device = device_of(caller, stream);
   const Point done = scheduler_.submit(found, work(device));
   lock.unlock();
   if (caller_waits) scheduler_.wait(done);

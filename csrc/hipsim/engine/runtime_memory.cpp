@@ -56,29 +56,23 @@ std::optional<Place> Runtime::release_by(Forget forget, const void* pointer) {
   return place;
 }
 
-Error Runtime::release(const Caller& caller, void* pointer) {
+Error Runtime::release_allocation(const Caller& caller, Forget forget, void* pointer) {
   {
     std::lock_guard lock(mutex_);
     if (const Error error = forbid_unsafe_call(caller); error != Error::kSuccess) {
       return error;
     }
   }
-  if (pointer == nullptr) return Error::kSuccess;
-  return release_by(&AddressSpace::forget_device, pointer) ? Error::kSuccess
-                                                           : Error::kInvalidValue;
+  const bool done = pointer == nullptr || release_by(forget, pointer);
+  return done ? Error::kSuccess : Error::kInvalidValue;
+}
+
+Error Runtime::release(const Caller& caller, void* pointer) {
+  return release_allocation(caller, &AddressSpace::forget_device, pointer);
 }
 
 Error Runtime::release_host(const Caller& caller, void* pointer) {
-  {
-    std::lock_guard lock(mutex_);
-    if (const Error error = forbid_unsafe_call(caller); error != Error::kSuccess) {
-      return error;
-    }
-  }
-  if (pointer == nullptr) return Error::kSuccess;
-  return release_by(&AddressSpace::forget_host_allocation, pointer)
-             ? Error::kSuccess
-             : Error::kInvalidValue;
+  return release_allocation(caller, &AddressSpace::forget_host_allocation, pointer);
 }
 
 Error Runtime::register_host(const Caller& caller, void* pointer, size_t bytes,

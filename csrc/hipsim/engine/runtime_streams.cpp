@@ -5,6 +5,10 @@
 #include "engine/runtime.h"
 
 namespace hipsim {
+int Runtime::device_of(const Caller& caller, Handle stream) const {
+  return stream == 0 ? caller.device : streams_.at(stream).device;
+}
+
 StreamRef Runtime::find_stream(const Caller& caller, Handle stream) {
   if (stream == 0) return scheduler_.null_stream(caller.device);
   const auto it = streams_.find(stream);
@@ -152,7 +156,7 @@ Error Runtime::record_event(const Caller& caller, Handle event, Handle stream) {
   Target target;
   const Error error = find_target(caller, stream, &target);
   if (error != Error::kSuccess) return error;
-  const int device = stream == 0 ? caller.device : streams_.at(stream).device;
+  const int device = device_of(caller, stream);
   if (device != it->second.device) return Error::kInvalidHandle;
   it->second.stream = stream;
   if (target.captures) {

@@ -309,7 +309,7 @@ CASE(virtual_memory, a_pitched_copy_stays_in_one_mapping, "clr hip_memory.cpp",
 }
 
 CASE(virtual_memory, a_copy_from_or_to_what_is_not_mapped,
-     "hipsim README, Where it is stricter", hipMemcpy, hipMemset) {
+     "docs/hipsim.md, Where it is stricter", hipMemcpy, hipMemset) {
   if (!simulated()) SKIP("HIP takes the address for the host's");
   Reservation range(kChunk);
   Bytes bytes(64);
@@ -384,14 +384,9 @@ CHILD(touches_memory_from_the_host) {
   return 0;
 }
 
-// Sanitizers leave the signal alone.
-const std::vector<std::string> kPlainSignals = {"ASAN_OPTIONS=handle_segv=0",
-                                                "TSAN_OPTIONS=handle_segv=0",
-                                                "UBSAN_OPTIONS=handle_segv=0"};
-
 void expect_host_access(const Arguments& arguments, bool allowed) {
-  const Ending ending =
-      run_child("touches_memory_from_the_host", arguments, kPatience, kPlainSignals);
+  const Ending ending = run_child("touches_memory_from_the_host", arguments, kPatience,
+                                  kNoSignalHandlers);
   if (allowed) {
     EXPECT_EQ(ending, 0);
   } else {
@@ -421,12 +416,12 @@ CASE(virtual_memory, the_host_faults_where_nobody_has_access, kSource,
      hipDeviceGetAttribute) {
   if (!simulated()) SKIP("what happens depends on the machine");
   need_virtual_memory();
-  EXPECT_EQ(
-      run_child("reads_memory_that_nobody_may", {}, kPatience, kPlainSignals).signal,
-      SIGSEGV);
+  EXPECT_EQ(run_child("reads_memory_that_nobody_may", {}, kPatience, kNoSignalHandlers)
+                .signal,
+            SIGSEGV);
 }
 
-CASE(virtual_memory, the_host_may_be_let_in, "hipsim README", hipMemSetAccess) {
+CASE(virtual_memory, the_host_may_be_let_in, "docs/hipsim.md", hipMemSetAccess) {
   if (!simulated()) SKIP("needs the simulator's switch");
   expect_host_access({"none", "read", "1"}, true);
   expect_host_access({"none", "write", "1"}, true);
@@ -441,10 +436,10 @@ CHILD(reads_memory_from_the_host) {
   return 0;
 }
 
-CASE(virtual_memory, the_host_may_be_let_in_by_the_environment, "hipsim README",
+CASE(virtual_memory, the_host_may_be_let_in_by_the_environment, "docs/hipsim.md",
      hipMemSetAccess) {
   if (!simulated()) SKIP("needs the simulator");
-  std::vector<std::string> environment = kPlainSignals;
+  std::vector<std::string> environment = kNoSignalHandlers;
   environment.emplace_back("HIPSIM_HOST_READS=fault");
   EXPECT_EQ(run_child("reads_memory_from_the_host", {}, kPatience, environment).signal,
             SIGSEGV);

@@ -503,7 +503,7 @@ CASE(virtual_memory, no_handle_is_released, kSource, hipMemRelease) {
 }
 
 CASE(virtual_memory, handles_that_are_gone_are_refused,
-     "hipsim README, Where it is stricter", hipMemRelease, hipMemMap,
+     "docs/hipsim.md, Where it is stricter", hipMemRelease, hipMemMap,
      hipMemGetAllocationPropertiesFromHandle) {
   if (!simulated()) SKIP("HIP does not check a handle");
   Reservation range(kChunk);
@@ -586,7 +586,7 @@ CASE(virtual_memory, mappings_over_a_mapping_fail_silently_before_7_2, kSource,
 }
 
 CASE(virtual_memory, a_mapping_has_the_size_of_its_handle,
-     "hipsim README, Where it is stricter", hipMemMap) {
+     "docs/hipsim.md, Where it is stricter", hipMemMap) {
   if (!simulated()) SKIP("HIP maps the first bytes of a larger handle");
   Reservation range(4 * kChunk);
   Chunk chunk(2 * kChunk);
@@ -757,7 +757,7 @@ CASE(virtual_memory, nothing_is_unmapped_around_a_hole, kSource, hipMemUnmap) {
 }
 
 CASE(virtual_memory, ranges_begin_where_a_mapping_does,
-     "hipsim README, Where it is stricter", hipMemUnmap, hipMemSetAccess,
+     "docs/hipsim.md, Where it is stricter", hipMemUnmap, hipMemSetAccess,
      hipMemAddressFree) {
   if (!simulated()) SKIP("HIP finds mappings and reservations by any address in them");
   MappedMemory memory({2 * kChunk});
