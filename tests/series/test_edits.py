@@ -3,6 +3,9 @@
 
 import ast
 import io
+import itertools
+import subprocess
+import sys
 import textwrap
 import tokenize
 
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_rocm_memory.series import SeriesError
-from vllm_rocm_memory.series.edits import edit, register
+from vllm_rocm_memory.series.edits import add_base, edit, register
 
 MODULE = '''\
 """Docstring."""
@@ -242,6 +245,195 @@ def test_a_module_without_imports_has_no_place_for_one():
         )
 
 
+@pytest.mark.parametrize(
+    ("unless", "held"),
+    [
+        ("make_key('a', size=1)", True),
+        ('(make_key("a",size = 1))', True),
+        ("turn(each)", True),
+        ("[key]", True),
+        ("make_key('a')", False),
+        # Other functions hold these.
+        ("None", False),
+        ("go('x')", False),
+    ],
+)
+def test_a_function_that_holds_it_already_is_left_alone(unless, held):
+    options = {
+        "function": "Box.open",
+        "operation": "insert-before",
+        "anchor": "return key",
+        "text": "turn(key)",
+        "imports": ["from vllm.beta import two"],
+    }
+    wanted = MODULE if held else run(**options)
+    assert run(**options, unless=unless) == wanted
+    assert wanted == MODULE or "two" in wanted
+
+
+def test_nothing_is_asked_of_a_function_that_needs_no_change():
+    gone = {"operation": "replace", "anchor": "gone()", "text": "x"}
+    assert run(function="Box.shut", unless="None", **gone) == MODULE
+    with pytest.raises(SeriesError, match=r"function Box\.gone is defined 0 times"):
+        run(function="Box.gone", unless="None", **gone)
+
+
+def test_a_step_does_what_the_one_before_it_did_not():
+    """Each looks at what the others left."""
+    options = {"function": "Box.shut", "operation": "insert-at-start"}
+    once = run(text="begin()", unless="begin()", **options)
+    assert once != MODULE
+    again = {"text": "begin()", "unless": "begin()", **options}
+    assert edit(once.encode(), **again) == once.encode()
+
+
+def based(source: str, name: str = "A", base: str = "New", **options) -> str:
+    return add_base(source.encode(), class_name=name, base=base, **options).decode()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("class A(B):", "class A(New, B):"),
+        ("class  A ( B,C , ) : ...", "class  A ( New, B,C , ) : ..."),
+        ("class A(B, metaclass=M):", "class A(New, B, metaclass=M):"),
+        ("class A(metaclass=M):", "class A(New, metaclass=M):"),
+        ("class A(*bases, **options):", "class A(New, *bases, **options):"),
+        ("class A((B)): ...", "class A(New, (B)): ..."),
+        # Its value is not it.
+        ("class A(*New, k=New):", "class A(New, *New, k=New):"),
+        ("class A(new.New, B[New]):", "class A(New, new.New, B[New]):"),
+        ("class A[T](B[T]):", "class A[T](New, B[T]):"),
+        # Wrapped, one a line, with and without comments.
+        ("class A(\n    B,\n):", "class A(\n    New,\n    B,\n):"),
+        ("class A(\n  B,\n  k=M\n):", "class A(\n  New,\n  B,\n  k=M\n):"),
+        (
+            "class A(  # x\n    # First.\n    B,  # b\n    C,\n    # End\n):",
+            "class A(  # x\n    New,\n    # First.\n    B,  # b\n    C,\n    # End\n):",
+        ),
+        (
+            "class A(\n    # Why.\n    B\n):",
+            "class A(\n    New,\n    # Why.\n    B,\n):",
+        ),
+        ("class A(\n    B  # b\n):", "class A(\n    New,\n    B,  # b\n):"),
+        # Wrapped, but in one line.
+        ("class A(\n    B, k=M\n):", "class A(\n    New, B, k=M\n):"),
+        ("class A(  # why\n    B\n):", "class A(  # why\n    New, B\n):"),
+        # In nobody's style.
+        ("class A(B,\n        C):", "class A(New, B,\n        C):"),
+        (
+            f"class A({'L' * 70}, B,):",
+            f"class A(\n    New,\n    {'L' * 70},\n    B,\n):",
+        ),
+        (
+            f"class A({'L' * 75},\n    B): ...",
+            f"class A(\n    New,\n    {'L' * 75},\n    B,\n): ...",
+        ),
+    ],
+)
+def test_a_base_comes_first(before, after):
+    body = "\n    pass  # here\n" if before[-1] == ":" else "\n"
+    assert based(f"x = 1\n\n\n{before}{body}y = 2\n") == (
+        f"x = 1\n\n\n{after}{body}y = 2\n"
+    )
+
+
+def test_a_base_of_an_inner_class():
+    source = "class Z:\n    if x:\n        @d  # d\n        class A(\n            B,\n"
+    source += "        ):\n            y = 1\n\n\nclass A(C):\n    pass\n"
+    after = based(source, "Z.A", "a.New")
+    assert after == source.replace("    B,\n", "    a.New,\n            B,\n")
+    assert based(source) == source.replace("(C)", "(New, C)")
+
+
+def test_a_base_brings_its_import():
+    source = MODULE.replace("class Box:", "class Box(One):")
+    after = based(source, "Box", "Two", imports=["from vllm.beta import Two"])
+    assert changed_lines(after, source) == (
+        ["class Box(One):"],
+        ["from vllm.beta import Two", "class Box(Two, One):"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("class B(A): ...", "class A is defined 0 times, not once"),
+        ("def A(B): ...", "class A is defined 0 times"),
+        ("class B:\n    class A(C): ...", "class A is defined 0 times"),
+        ("class A(B): ...\nclass A(C): ...", "class A is defined 2 times"),
+        (
+            "try:\n    class A(B): ...\nexcept E:\n    class A(C): ...",
+            "class A is defined 2 times",
+        ),
+        ("class A: ...", "class A has no list of bases"),
+        ("class A(): ...", "class A has no list of bases"),
+        ("class A(B, New): ...", "class A has the base New already"),
+        ("class A(\n    (New),  # why\n): ...", "class A has the base New already"),
+        ("class A(B: ...", "it does not parse"),
+    ],
+)
+def test_a_base_that_does_not_fit_is_refused(source, sentence):
+    with pytest.raises(SeriesError) as error:
+        based(f"{source}\n")
+    assert sentence in str(error.value)
+
+
+def test_the_same_base_is_found_however_it_is_written():
+    with pytest.raises(SeriesError, match=r"has the base Of\[int\] already"):
+        based("class A(Of[ int ]): ...\n", base="Of[int]")
+
+
+def formatted(sources: list[str]) -> list[str]:
+    """As ruff writes them, all in one call."""
+    rule = "\n\n\nRULE = 1\n\n\n"
+    process = subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--isolated", "-"],
+        input=rule.join(sources),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return [f"{each.strip()}\n" for each in process.stdout.split(rule.strip())]
+
+
+_LISTS = (
+    *("B{}", "B{}, C", "B{}, metaclass=M", "metaclass=M{}", "B[C, D{}], E"),
+    *("*B{}, **k", "(B{}), C", "B{},", "  # why\nB{}\n", "\n# own\nB{}\n"),
+    "\nB{}  # side\n",
+)
+_ENDS = ("", "  # note", "  # noqa: E501", "  # type: ignore[misc]", "  # fmt: off")
+
+
+def _lengths(*lines: str) -> set[int]:
+    """Letters for the braces with which a line is one short of 88 to two above."""
+    free = (90 - len(line) + more for line in lines for more in (-1, 0, 1, 2))
+    return {0, *(length for length in free if length > 0)}
+
+
+def test_a_longer_list_of_bases_is_wrapped_as_ruff_would():
+    sources = []
+    for bases, end in itertools.product(_LISTS, _ENDS):
+        for head, colon, body in (
+            ("", f":{end}", "\n    x = 1"),
+            ("", ": ...", end),
+            ("if x:\n    ", ": ...", end),
+        ):
+            indent = head[6:]
+            whole = f"{indent}class A(Newer, {bases}){colon}"
+            inside = f"{indent}    Newer, {bases}"
+            for length in _lengths(whole, whole.removesuffix(end), inside):
+                listed = bases.format("b" * length)
+                sources.append(f"{head}class A({listed}){colon}{body}\n")
+    before = formatted(sources)
+    assert len(before) == len(sources)
+    after = [based(each, base="Newer") for each in before]
+    assert formatted(after) == after
+    for layout in ("class A(Newer, ", "\n    Newer, ", "\n    Newer,\n"):
+        assert sum(layout in each for each in after) > 100
+
+
 MAPPING = """\
 table: dict[str, object] = {
     # First.
@@ -370,6 +562,36 @@ def test_insert_adds_its_tokens_and_no_others(source, where):
     assert [t for t in left if t.strip()] == [t for t in _tokens(source) if t.strip()]
     mine = [line for line in after.splitlines() if line.strip() != "MINE()"]
     assert mine == source.splitlines()
+
+
+_BREAK = st.sampled_from(["", " ", "\n", "  # why\n", "\n      # own\n  "])
+_BASE = st.sampled_from(["B", "a.B", "B[C, D]", "B[\n  C\n]", "( B )", "f(x, k = 1)"])
+
+
+@st.composite
+def _class(draw) -> str:
+    """A class with its list of bases in any style, or in none."""
+    bases = draw(st.lists(_BASE, max_size=3))
+    bases += draw(st.sampled_from([["L" * 30], ["L" * 75], ["*more"], ["k = M"]]))
+    bases += draw(st.sampled_from([[], ["n = 1"], ["**options"]]))
+    comma = draw(st.sampled_from(["", ","]))
+    inside = ",".join(f"{draw(_BREAK)}{base}{draw(_BREAK)}" for base in bases)
+    inside += comma + draw(_BREAK)
+    return f"z = 1  # z\nclass A({inside}):{draw(_COMMENT)}\n  y = 1\n"
+
+
+def _comments(source: str) -> list[str]:
+    return [token for token in _tokens(source) if token.startswith("#")]
+
+
+@settings(deadline=None)
+@given(_class())
+def test_a_base_changes_nothing_else(source):
+    after = based(source)
+    tree = ast.parse(after)
+    assert ast.unparse(tree.body[1].bases.pop(0)) == "New"
+    assert ast.dump(tree) == ast.dump(ast.parse(source))
+    assert _comments(after) == _comments(source)
 
 
 _ITEM = st.tuples(st.sampled_from(["", "# c\n    "]), _COMMENT)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_rocm_memory.series import SeriesError
+from vllm_rocm_memory.series.definition import load
 from vllm_rocm_memory.series.export import export
 
 pytestmark = pytest.mark.usefixtures("unverified")
@@ -100,6 +101,19 @@ def test_an_applied_target_exports_the_same(small, tmp_path):
     before = content("before")
     small.apply()
     assert content("after") == before
+
+
+def test_a_patch_that_only_adds_files(small, tmp_path):
+    """Git finds nothing to compare with, and takes it all the same."""
+    text = small.definition.read_text()
+    step = text.index('[[patch.step]]\nkind = "replace"')
+    small.definition.write_text(text[:step] + text[text.rindex("[[patch]]") :])
+    series = load(small.definition, small.series.files)
+    (written,) = export(small.target, series, tmp_path / "out", ["first"])
+    commit_all(small.root)
+    git(small.root, "am", str(written))
+    extra = small.root / "vllm" / "pkg" / "extra.py"
+    assert extra.read_bytes() == series.source("vllm/pkg/extra.py")
 
 
 def test_a_sender_git_does_not_know(small, tmp_path, monkeypatch):

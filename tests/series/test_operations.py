@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from vllm_rocm_memory.series import SeriesError, operations
+from vllm_rocm_memory.series.bases import measure
 from vllm_rocm_memory.series.definition import load
+from vllm_rocm_memory.series.export import export
 from vllm_rocm_memory.series.target import Target
 from vllm_rocm_memory.series.transaction import digest
 
@@ -68,6 +70,57 @@ def test_one_by_one_is_all_at_once(small, snapshot):
     small.revert()
     small.apply("first")
     assert snapshot(small.root) == only_first
+
+
+@pytest.fixture
+def dependent(small) -> None:
+    """The second patch uses what the first one brings."""
+    text = small.definition.read_text()
+    name = 'name = "second"\n'
+    small.definition.write_text(text.replace(name, f'{name}needs = ["first"]\n'))
+    small.series = load(small.definition, small.series.files)
+
+
+def test_a_patch_does_not_come_without_what_it_needs(small, dependent, snapshot):
+    before = snapshot(small.root)
+    words = "patch second uses files of patch first: give --only for both"
+    with pytest.raises(SeriesError, match=words):
+        small.apply("second")
+    assert snapshot(small.root) == before
+    small.apply("second", "first")
+    assert small.states() == {"first": "applied", "second": "applied"}
+
+
+def test_what_a_patch_needs_does_not_go_before_it(small, dependent, snapshot):
+    small.apply()
+    applied = snapshot(small.root)
+    with pytest.raises(SeriesError, match="patch second uses files of patch first"):
+        small.revert("first")
+    assert snapshot(small.root) == applied
+    small.revert("second")
+    small.revert("first")
+    assert small.states() == {"first": "not applied", "second": "not applied"}
+
+
+def test_what_upstream_has_brings_no_files_to_who_needs_them(
+    small, dependent, snapshot
+):
+    owned = small.root / "vllm/pkg/owned.py"
+    owned.write_text(owned.read_text() + "\n\nshout_louder = shout\n")
+    before = snapshot(small.root)
+    words = r"patch second uses files of patch first, which upstream has \(found shout"
+    with pytest.raises(SeriesError, match=words):
+        small.apply(allow_unknown_base=True)
+    assert snapshot(small.root) == before
+
+
+def test_what_a_patch_needs_is_shown_with_it(small, dependent, tmp_path):
+    words = "patch second uses files of patch first: give --only"
+    with pytest.raises(SeriesError, match=words):
+        operations.diff(small.target, small.series, ["second"])
+    with pytest.raises(SeriesError, match=words):
+        export(small.target, small.series, tmp_path / "patches", ["second"])
+    assert "late.py" in operations.diff(small.target, small.series)
 
 
 def test_everything_of_ours_is_in_the_record(small):
@@ -382,3 +435,91 @@ def test_the_default_target_is_what_python_would_import(small):
         timeout=60,
     )
     assert result.stdout == f"{small.root}\n"
+
+
+BASE_STEP = """
+[[patch.step]]
+kind = "edit"
+file = "vllm/pkg/guest.py"
+class = "Guest"
+operation = "add-base"
+text = "Polite"
+imports = ["from vllm.pkg.owned import Polite"]
+"""
+GUEST = """\
+from vllm.pkg.user import User
+
+
+class Guest(User):
+    pass
+"""
+POLITE = """
+
+class Polite:
+    def greet(self, name):
+        return f"dear {super().greet(name)}"
+"""
+
+
+@pytest.fixture
+def with_guest(small):
+    """The series puts a base of ours before upstream's."""
+    (small.root / "vllm" / "pkg" / "guest.py").write_text(GUEST)
+    owned = small.series.files / "vllm" / "pkg" / "owned.py"
+    owned.write_text(owned.read_text() + POLITE)
+    small.definition.write_text(small.definition.read_text() + BASE_STEP)
+    series = load(small.definition, small.series.files)
+    bases = {"1.0": measure(series, small.target)}
+    small.definition.with_name("bases.json").write_text(json.dumps(bases))
+    small.series = load(small.definition, small.series.files)
+    return small
+
+
+def test_an_added_base_wins(with_guest, snapshot, run_python):
+    before = snapshot(with_guest.root)
+    code = "from vllm.pkg.guest import Guest; print(Guest().greet('a'))"
+    assert run_python(with_guest.root, code) == "A\n"
+    outcome = with_guest.apply()
+    assert "vllm/pkg/guest.py" in outcome.changed
+    assert with_guest.states() == dict.fromkeys(BOTH, "applied")
+    assert run_python(with_guest.root, code) == "dear A!\n"
+    diff = operations.diff(with_guest.target, with_guest.series, ["second"])
+    assert "\n-class Guest(User):\n+class Guest(Polite, User):\n" in diff
+    with_guest.revert()
+    assert snapshot(with_guest.root) == before
+
+
+def test_what_an_added_base_imports_must_be_there(with_guest, snapshot):
+    """As for any other importer of a module that is replaced."""
+    user = with_guest.root / "vllm" / "pkg" / "user.py"
+    user.write_text(f"{user.read_text()}# another\n")
+    before = snapshot(with_guest.root)
+    owned = with_guest.series.files / "vllm" / "pkg" / "owned.py"
+    owned.write_text(owned.read_text().replace("class Polite", "class Rude"))
+    with pytest.raises(SeriesError, match=r"guest\.py takes Polite from vllm\.pkg\.ow"):
+        with_guest.apply(allow_unknown_base=True)
+    assert snapshot(with_guest.root) == before
+    owned.write_text(owned.read_text().replace("class Rude", "class Polite"))
+    with_guest.apply(allow_unknown_base=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (GUEST.replace("(User)", ""), "class Guest has no list of bases"),
+        (GUEST.replace("(User)", "(Polite)"), "class Guest has the base Polite alre"),
+        (GUEST.replace("Guest", "Host"), "class Guest is defined 0 times, not once"),
+        (GUEST + "class Guest(User): ...\n", "class Guest is defined 2 times"),
+    ],
+)
+def test_a_class_of_an_unknown_base_that_does_not_fit(
+    with_guest, snapshot, text, sentence
+):
+    (with_guest.root / "vllm" / "pkg" / "guest.py").write_text(text)
+    before = snapshot(with_guest.root)
+    with pytest.raises(SeriesError) as error:
+        with_guest.apply(allow_unknown_base=True)
+    assert f"patch second does not fit vllm/pkg/guest.py: {sentence}" in str(
+        error.value
+    )
+    assert snapshot(with_guest.root) == before

@@ -37,12 +37,22 @@ def recognise(series: Series, patch: Patch, target: Target) -> str:
             )
     files = series.upstream_files(patch)
     sums = {file: digest(target.original(file)) for file in files}
-    for version, base in series.bases.items():
-        if all(sums[file] == base.get(file) for file in files):
-            return version
+    fitting = [
+        version
+        for version, base in series.bases.items()
+        if all(sums[file] == base.get(file) for file in files)
+    ]
+    if fitting:
+        # Files that bases have in common do not tell them apart; others may.
+        return max(fitting, key=lambda version: _alike(series, version, target))
     # Where each file fits some base, but not all the same one, every file is named.
     strange = [f for f in files if sums[f] not in _known(series, f).values()] or files
     raise UnknownBaseError("; ".join(_mismatch(series, f, sums[f]) for f in strange))
+
+
+def _alike(series: Series, version: str, target: Target) -> int:
+    base = series.bases[version]
+    return sum(digest(target.original(file)) == base[file] for file in base)
 
 
 def _known(series: Series, file: str) -> dict[str, str]:

@@ -15,8 +15,8 @@ from typing import Any
 from vllm_rocm_memory.series import SeriesError
 
 DEFINITION = Path(__file__).with_name("series.toml")
-# Above this many edited functions a file is easier to own than to edit.
-MAX_EDITED_FUNCTIONS = 2
+# Above this many edited functions and classes a file is easier to own than to edit.
+MAX_EDITED_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,20 @@ class Edit:
     text: str
     anchor: str | None = None
     imports: tuple[str, ...] = ()
+    unless: str | None = None
+
+
+@dataclass(frozen=True)
+class AddBase:
+    """One more base of one class; see `edits.add_base`.
+
+    Written as an edit too, with ``class`` for the function.
+    """
+
+    file: str
+    class_name: str
+    base: str
+    imports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,7 @@ class Register:
     comment: str | None = None
 
 
-Step = Add | Replace | Edit | Register
+Step = Add | Replace | Edit | AddBase | Register
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,8 @@ class Patch:
     drop_when: str
     upstream_has: tuple[Evidence, ...]
     steps: tuple[Step, ...]
+    # Patches before this one whose files it uses.
+    needs: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -188,6 +204,7 @@ def _patch(entry: dict[str, Any]) -> Patch:
         drop_when=entry["drop-when"].strip(),
         upstream_has=tuple(Evidence(**item) for item in entry["upstream-has"]),
         steps=tuple(_step(dict(item)) for item in entry["step"]),
+        needs=tuple(entry.get("needs", ())),
     )
 
 
@@ -195,6 +212,9 @@ def _step(item: dict[str, Any]) -> Step:
     kind: Callable[..., Step] = _KINDS[item.pop("kind")]
     if "imports" in item:
         item["imports"] = tuple(item["imports"])
+    if "class" in item:
+        imports = item.get("imports", ())
+        return AddBase(item["file"], item["class"], item["text"], imports)
     return kind(**item)
 
 
@@ -217,17 +237,23 @@ _PATCH_FIELDS = {
 _REQUIRED: dict[str, dict[str, type]] = {
     "add": {"file": str},
     "replace": {"file": str},
-    "edit": {"file": str, "function": str, "operation": str, "text": str},
+    "edit": {"file": str, "operation": str, "text": str},
     "register": {"file": str, "key": str},
 }
 _OPTIONAL: dict[str, dict[str, type]] = {
     "add": {},
     "replace": {},
-    "edit": {"anchor": str, "imports": list},
+    "edit": {
+        "function": str,
+        "class": str,
+        "anchor": str,
+        "imports": list,
+        "unless": str,
+    },
     "register": {"mapping": str, "value": str, "set": str, "comment": str},
 }
 ANCHORED = ("replace", "insert-before", "insert-after")
-OPERATIONS = (*ANCHORED, "insert-at-start", "insert-at-end")
+OPERATIONS = (*ANCHORED, "insert-at-start", "insert-at-end", "add-base")
 
 
 def _problems(entries: dict[str, Any], files: Path) -> Iterator[str]:
@@ -236,26 +262,32 @@ def _problems(entries: dict[str, Any], files: Path) -> Iterator[str]:
         yield "the file must hold [[patch]] tables and nothing else"
         return
     names: set[str] = set()
-    functions: dict[str, set[str]] = {}
+    places: dict[str, set[str]] = {}
     for number, entry in enumerate(patches, 1):
         name = entry.get("name") or f"number {number}"
-        problems = list(_patch_problems(entry, files, functions))
+        problems = list(_patch_problems(entry, files, places))
+        needs = entry.get("needs", ())
+        problems += [
+            f"field 'needs' holds {needed!r}, which is no patch before it"
+            for needed in (needs if isinstance(needs, list) else ())
+            if needed not in list(names)
+        ]
         if name in names:
             problems.append("field 'name' is used twice")
         names.add(name)
         yield from (f"patch {name}: {problem}" for problem in problems)
-    for file, edited in functions.items():
-        if len(edited) > MAX_EDITED_FUNCTIONS:
+    for file, edited in places.items():
+        if len(edited) > MAX_EDITED_PLACES:
             yield (
-                f"{len(edited)} functions of {file} are edited "
+                f"{len(edited)} places of {file} are edited "
                 f"({', '.join(sorted(edited))}): replace it instead"
             )
 
 
 def _patch_problems(
-    entry: dict[str, Any], files: Path, functions: dict[str, set[str]]
+    entry: dict[str, Any], files: Path, places: dict[str, set[str]]
 ) -> Iterator[str]:
-    wrong = list(_field_problems(entry, _PATCH_FIELDS, {}))
+    wrong = list(_field_problems(entry, _PATCH_FIELDS, {"needs": list}))
     if wrong:
         yield from wrong
         return
@@ -277,9 +309,8 @@ def _patch_problems(
         for problem in _step_problems(step, files, owned):
             yield f"step {number}: {problem}"
         if step.get("kind") == "edit":
-            functions.setdefault(str(step.get("file")), set()).add(
-                str(step.get("function"))
-            )
+            place = step.get("function") or f"class {step.get('class')}"
+            places.setdefault(str(step.get("file")), set()).add(str(place))
 
 
 def _step_problems(step: dict[str, Any], files: Path, owned: set[str]) -> Iterator[str]:
@@ -310,6 +341,13 @@ def _step_problems(step: dict[str, Any], files: Path, owned: set[str]) -> Iterat
 
 def _edit_problems(step: dict[str, Any]) -> Iterator[str]:
     operation = step["operation"]
+    owner = "class" if operation == "add-base" else "function"
+    if "function" not in step and "class" not in step:
+        yield "needs field 'function' or 'class'"
+    elif "function" in step and "class" in step:
+        yield "fields 'function' and 'class' exclude each other"
+    elif operation in OPERATIONS and owner not in step:
+        yield f"field 'operation': {operation} goes with field {owner!r}"
     if operation not in OPERATIONS:
         yield (
             f"field 'operation' is {operation!r}, not one of {', '.join(OPERATIONS)}"
@@ -317,13 +355,21 @@ def _edit_problems(step: dict[str, Any]) -> Iterator[str]:
     elif (operation in ANCHORED) != ("anchor" in step):
         need = "needs an" if operation in ANCHORED else "takes no"
         yield f"field 'anchor': {operation} {need} anchor"
-    mode = "eval" if operation == "replace" else "exec"
-    if operation == "replace" and step.get("anchor", "").isidentifier():
-        yield "field 'anchor' is a bare name, which is not an expression everywhere"
-    for field in ("anchor", "text"):
-        if field in step and not _parses(step[field], mode):
-            what = "an expression" if mode == "eval" else "statements"
+    if "unless" in step and "class" in step:
+        yield "field 'unless' goes with field 'function'"
+    mode = "eval" if operation in ("replace", "add-base") else "exec"
+    modes = {"anchor": mode, "text": mode, "unless": "eval"}
+    for field in ("anchor", "unless"):
+        if modes[field] == "eval" and step.get(field, "").isidentifier():
+            yield (
+                f"field {field!r} is a bare name, which is not an expression everywhere"
+            )
+    for field in (field for field in modes if field in step):
+        if not _parses(step[field], modes[field]):
+            what = "an expression" if modes[field] == "eval" else "statements"
             yield f"field {field!r} does not parse as {what}"
+        elif operation == "add-base" and field == "text" and _is_tuple(step[field]):
+            yield "field 'text' is a tuple, not one base"
     for line in step.get("imports", []):
         # One name an import keeps merging into upstream's lines simple.
         if not re.fullmatch(r"from [\w.]+ import \w+", str(line)):
@@ -360,6 +406,10 @@ def _field_problems(
             yield f"field {field!r} is not a {kind.__name__}"
         elif not entry[field] or (kind is str and not entry[field].strip()):
             yield f"field {field!r} is empty"
+
+
+def _is_tuple(text: str) -> bool:
+    return isinstance(ast.parse(text, mode="eval").body, ast.Tuple)
 
 
 def _parses(text: str, mode: str) -> bool:

@@ -2,17 +2,25 @@
 """Anchored edits of a syntax tree that keep upstream's formatting and comments."""
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
 
 from vllm_rocm_memory.series import SeriesError
 
-# Where upstream's formatter wraps an import.
+# Where upstream's formatter wraps a line.
 LINE_LENGTH = 88
+# A comment of this kind does not count towards the length of its line.
+_PRAGMA = re.compile(
+    r"\s*((?i:noqa)|nosec|"
+    r"(flake8|fmt|isort|pylint|pyrefly|pyright|ruff|ty|type|yapf):)"
+)
 
 _Node = TypeVar("_Node", bound=cst.CSTNode)
+_Definition = TypeVar("_Definition", cst.FunctionDef, cst.ClassDef)
 _Replacement = cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]
 
 
@@ -24,6 +32,7 @@ def edit(
     text: str,
     anchor: str | None = None,
     imports: Sequence[str] = (),
+    unless: str | None = None,
 ) -> bytes:
     """Change one function of a module.
 
@@ -37,6 +46,8 @@ def edit(
         anchor: an expression or a statement; found exactly once in the function.
             Spacing, comments, quotes and redundant parentheses do not matter.
         imports: ``from module import name`` lines that the module needs.
+        unless: an expression, compared as anchors are. A function that holds it
+            needs no change: the module is returned as it is.
 
     Raises:
         SeriesError: the function or the anchor is not there exactly once, or the
@@ -44,6 +55,8 @@ def edit(
     """
     module = _parse(source)
     node = _function(module, function)
+    if unless is not None and _expressions(node, unless):
+        return source
     config = module.config_for_parsing
     if operation == "replace":
         assert anchor is not None
@@ -60,6 +73,35 @@ def edit(
     else:
         new = _statements(text, config)
         module = _swap(module, node.body, _extended(node, function, operation, new))
+    for line in imports:
+        module = _import(module, line)
+    return module.bytes
+
+
+def add_base(
+    source: bytes, *, class_name: str, base: str, imports: Sequence[str] = ()
+) -> bytes:
+    """Put a base before all others of a class, so that its methods win over theirs.
+
+    Args:
+        source: the module.
+        class_name: qualified name; defined exactly once, with a list of bases.
+        base: the expression of the new base.
+        imports: ``from module import name`` lines that the module needs.
+
+    Raises:
+        SeriesError: the class is not there exactly once, has nothing in parentheses
+            behind its name, or has the base already.
+    """
+    module = _parse(source)
+    node = _defined(module, class_name, cst.ClassDef, "class")
+    if not node.bases and not node.keywords:
+        raise SeriesError(f"class {class_name} has no list of bases")
+    bases = [_structure(_code(each.value)) for each in node.bases if not each.star]
+    if _structure(base) in bases:
+        raise SeriesError(f"class {class_name} has the base {base} already")
+    value = cst.parse_expression(base, module.config_for_parsing)
+    module = _with_first_base(module, node, value)
     for line in imports:
         module = _import(module, line)
     return module.bytes
@@ -110,24 +152,33 @@ def _parse(source: bytes) -> cst.Module:
 
 
 def _function(module: cst.Module, name: str) -> cst.FunctionDef:
-    found = [node for path, node in _functions(module, ()) if ".".join(path) == name]
+    return _defined(module, name, cst.FunctionDef, "function")
+
+
+def _defined(
+    module: cst.Module, name: str, kind: type[_Definition], word: str
+) -> _Definition:
+    found = [
+        node
+        for path, node in _definitions(module, ())
+        if ".".join(path) == name and isinstance(node, kind)
+    ]
     if len(found) != 1:
-        raise SeriesError(f"function {name} is defined {len(found)} times, not once")
+        raise SeriesError(f"{word} {name} is defined {len(found)} times, not once")
     return found[0]
 
 
-def _functions(
+def _definitions(
     node: cst.CSTNode, path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], cst.FunctionDef]]:
+) -> Iterator[tuple[tuple[str, ...], cst.FunctionDef | cst.ClassDef]]:
     for child in node.children:
         if isinstance(child, cst.ClassDef | cst.FunctionDef):
             inner = (*path, child.name.value)
-            if isinstance(child, cst.FunctionDef):
-                yield inner, child
-            yield from _functions(child, inner)
-        # No statement, and so no function, stands inside these.
+            yield inner, child
+            yield from _definitions(child, inner)
+        # No statement, and so no definition, stands inside these.
         elif not isinstance(child, cst.BaseExpression | cst.BaseSmallStatement):
-            yield from _functions(child, path)
+            yield from _definitions(child, path)
 
 
 def _descendants(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -215,6 +266,94 @@ def _extended(
     ):
         raise SeriesError(f"{function} ends with return or raise: insert before it")
     return node.body.with_changes(body=[*body, *new])
+
+
+def _with_first_base(
+    module: cst.Module, node: cst.ClassDef, value: cst.BaseExpression
+) -> cst.Module:
+    """Insert a base so that a list as upstream's formatter left it is one again."""
+    left = cst.ensure_type(node.lpar, cst.LeftParen)
+    right = cst.ensure_type(node.rpar, cst.RightParen)
+    opening, closing = left.whitespace_after, right.whitespace_before
+    old, indent = [*node.bases, *node.keywords], module.default_indent
+    one_line = "\n" not in "".join(map(_code, old))
+    comments = "#" in _code(left).partition("\n")[2] + _code(right)
+    if not _breaks(opening) or (one_line and not comments):
+        new = cst.Arg(
+            value, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        )
+        layouts = [(opening, closing)]
+        if one_line and not isinstance(old[-1].comma, cst.Comma):
+            layouts.append((_broken(opening, indent), _broken(closing, "")))
+        for start, end in layouts:
+            changed = _with_list(module, node, start, [new, *old], end)
+            if _fits(changed, new):
+                return changed
+    # One a line. The comment beside the parenthesis stays there, those above the first
+    # argument stay above it.
+    line = _broken(opening, indent)
+    below = line.with_changes(first_line=cst.TrailingWhitespace())
+    new = cst.Arg(value, comma=cst.Comma(whitespace_after=below))
+    *front, last = old
+    first = front[0].comma if _breaks(opening) and front else None
+    if not (isinstance(first, cst.Comma) and _breaks(first.whitespace_after)):
+        front = [_ended(each, indent) for each in front]
+        last, closing = _ended(last, "", closing), cst.SimpleWhitespace("")
+    opening = line.with_changes(empty_lines=())
+    return _with_list(module, node, opening, [new, *front, last], closing)
+
+
+def _with_list(
+    module: cst.Module,
+    node: cst.ClassDef,
+    opening: cst.BaseParenthesizableWhitespace,
+    arguments: Sequence[cst.Arg],
+    closing: cst.BaseParenthesizableWhitespace,
+) -> cst.Module:
+    bases = len(node.bases) + 1
+    changed = node.with_changes(
+        lpar=cst.LeftParen(opening),
+        bases=arguments[:bases],
+        keywords=arguments[bases:],
+        rpar=cst.RightParen(closing),
+    )
+    return _swap(module, node, changed)
+
+
+def _breaks(space: cst.BaseParenthesizableWhitespace) -> bool:
+    return isinstance(space, cst.ParenthesizedWhitespace)
+
+
+def _broken(
+    space: cst.BaseParenthesizableWhitespace, indent: str
+) -> cst.ParenthesizedWhitespace:
+    if isinstance(space, cst.ParenthesizedWhitespace):
+        return space
+    return cst.ParenthesizedWhitespace(
+        indent=True, last_line=cst.SimpleWhitespace(indent)
+    )
+
+
+def _ended(
+    argument: cst.Arg,
+    indent: str,
+    closing: cst.BaseParenthesizableWhitespace | None = None,
+) -> cst.Arg:
+    """The argument with a comma and a line break behind it."""
+    comma = argument.comma
+    if not isinstance(comma, cst.Comma):
+        comma = cst.Comma(whitespace_after=closing or cst.SimpleWhitespace(""))
+    below = _broken(comma.whitespace_after, indent)
+    return argument.with_changes(comma=comma.with_changes(whitespace_after=below))
+
+
+def _fits(module: cst.Module, node: cst.CSTNode) -> bool:
+    """Whether the line on which `node` begins is not too long."""
+    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+    number = wrapper.resolve(PositionProvider)[node].start.line
+    line = module.code.split("\n")[number - 1].rstrip()
+    code, _, comment = line.partition("#")
+    return len(code.rstrip() if _PRAGMA.match(comment) else line) <= LINE_LENGTH
 
 
 def _append(

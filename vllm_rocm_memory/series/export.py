@@ -10,7 +10,11 @@ from pathlib import Path
 
 from vllm_rocm_memory.series import SeriesError
 from vllm_rocm_memory.series.definition import Patch, Series
-from vllm_rocm_memory.series.operations import require_bases, skip_reason
+from vllm_rocm_memory.series.operations import (
+    require_bases,
+    require_needed,
+    skip_reason,
+)
 from vllm_rocm_memory.series.steps import results
 from vllm_rocm_memory.series.target import Target
 
@@ -29,7 +33,8 @@ def export(
     """Write one file a patch into `folder`, in the order in which they apply.
 
     They apply to the vLLM that `target` was before the series: git compares the
-    touched files only.
+    touched files only. A patch that has nothing to do there gets no file: `git am`
+    would stop at it.
 
     Raises:
         SeriesError: git is not there, `folder` holds patches already or cannot be
@@ -41,6 +46,7 @@ def export(
     with target.locked(exclusive=False):
         target.require_settled()
         patches = tuple(p for p in patches if not skip_reason(target, p))
+        require_needed(target, series, patches)
         require_bases(target, series, patches, allow_unknown_base)
         stages = [
             results(series, patches[: count + 1], target.original)
@@ -49,10 +55,15 @@ def export(
         originals = {path: target.original(path) for each in stages for path in each}
     with tempfile.TemporaryDirectory() as scratch:
         git = _Repository(Path(scratch))
-        git.commit({p: c for p, c in originals.items() if c is not None}, "base")
+        tree = {p: c for p, c in originals.items() if c is not None}
+        git.commit(tree, "base")
+        count = 0
         for patch, files in zip(patches, stages, strict=True):
-            git.commit(files, _message(patch))
-        return git.format(len(patches), folder)
+            before, tree = tree, {**tree, **files}
+            if tree != before:
+                git.commit(files, _message(patch))
+                count += 1
+        return git.format(count, folder)
 
 
 def _message(patch: Patch) -> str:
@@ -92,8 +103,9 @@ class _Repository:
             file = self.folder / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
-        self._run("add", "--force", "vllm")
-        self._run("commit", "--quiet", "--file=-", text=message)
+        self._run("add", "--force", "--all")
+        # The base is empty where every patch only adds files.
+        self._run("commit", "--quiet", "--allow-empty", "--file=-", text=message)
 
     def format(self, count: int, folder: Path) -> list[Path]:
         output = self._run(

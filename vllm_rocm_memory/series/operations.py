@@ -190,6 +190,7 @@ def diff(
             after = {path: target.read(path) for path in target.journal.files}
         else:
             patches = tuple(p for p in patches if not skip_reason(target, p))
+            require_needed(target, series, patches)
             require_bases(target, series, patches, allow_unknown_base)
             after = {**results(series, patches, target.original)}
         return "".join(
@@ -244,6 +245,27 @@ def _changing(target: Target, dry_run: bool) -> Iterator[None]:
         ) from error
 
 
+def require_needed(target: Target, series: Series, patches: Iterable[Patch]) -> None:
+    """Refuse patches without those whose files they use.
+
+    Raises:
+        SeriesError: naming both. A needed patch that upstream has brings no files.
+    """
+    there: set[str] = set()
+    for patch in patches:
+        there.add(patch.name)
+        for needed in series.select(patch.needs) if patch.needs else ():
+            if needed.name in there:
+                continue
+            uses = f"patch {patch.name} uses files of patch {needed.name}"
+            if held := skip_reason(target, needed):
+                raise SeriesError(
+                    f"{uses}, which upstream has ({held}): this series does not fit "
+                    "this vLLM; take a newer one, or choose other patches with --only"
+                )
+            raise SeriesError(f"{uses}: give --only for both of them, or for none")
+
+
 def require_bases(
     target: Target, series: Series, patches: Iterable[Patch], allow_unknown: bool
 ) -> dict[str, str | None]:
@@ -278,10 +300,12 @@ def _change_to(
     skipped: Mapping[str, str],
 ) -> Outcome:
     """Leave the target with exactly `patches`."""
+    require_needed(target, series, patches)
     bases = require_bases(target, series, patches, allow_unknown_base)
     files = results(series, patches, target.original)
-    for patch in patches:
-        if bases[patch.name] is None:
+    if None in bases.values():
+        # An importer of a module of ours may be new, whichever file is unknown.
+        for patch in patches:
             _require_compatible(target, patch, files)
     journal = Journal(
         patches={
@@ -350,21 +374,24 @@ def _change(
         if original is not None:
             listed = {**files, **ours} if journal.patches else {}
             after[path] = record.entered(original, listed)
-    for path in after:
+    change = {path: new for path, new in after.items() if new != target.read(path)}
+    for path in change:
         if (target.root / path).is_symlink():
             raise SeriesError(
                 f"{target.root / path} is a symbolic link: install vLLM with its files "
                 "copied instead (uv: --link-mode copy)"
             )
-    return {path: new for path, new in after.items() if new != target.read(path)}
+    return change
 
 
 def _carry_out(
     target: Target, journal: Journal, files: Mapping[str, bytes]
 ) -> str | None:
     """Install the change, verify it, make it final; returns why it is not verified."""
-    modules = [module_name(path) for path in files]
-    existed = [module_name(path) for path in files if target.read(path) is not None]
+    # What stays upstream's imports as before, or does not.
+    changed = [p for p, file in journal.files.items() if file.applied != file.original]
+    modules = [module_name(path) for path in changed]
+    existed = [module_name(path) for path in changed if target.read(path) is not None]
     transaction = target.transaction
     verified = replace(journal, not_verified=None)
     transaction.install(_change(target, verified, files))

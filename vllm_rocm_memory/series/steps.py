@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from vllm_rocm_memory.series import SeriesError
 from vllm_rocm_memory.series.definition import (
     Add,
+    AddBase,
     Edit,
     Patch,
     Register,
@@ -20,7 +21,10 @@ def results(
     patches: Iterable[Patch],
     original: Callable[[str], bytes | None],
 ) -> dict[str, bytes]:
-    """The files that `patches` leave, by path.
+    """The files that `patches` touch, by path, as they leave them.
+
+    A file that no step has anything to do in is among them, unchanged: that this is so
+    depends on its content as much as a change does.
 
     Args:
         series: where our files come from.
@@ -57,7 +61,7 @@ def _run(series: Series, step: Step, before: bytes | None) -> bytes:
     return after
 
 
-def _edited(step: Edit | Register, before: bytes) -> bytes:
+def _edited(step: Edit | AddBase | Register, before: bytes) -> bytes:
     # libcst takes longer to load than everything that status does.
     from vllm_rocm_memory.series import edits
 
@@ -69,6 +73,11 @@ def _edited(step: Edit | Register, before: bytes) -> bytes:
             text=step.text,
             anchor=step.anchor,
             imports=step.imports,
+            unless=step.unless,
+        )
+    if isinstance(step, AddBase):
+        return edits.add_base(
+            before, class_name=step.class_name, base=step.base, imports=step.imports
         )
     return edits.register(
         before,
