@@ -30,7 +30,11 @@ class HipsimPlatform(CpuPlatform):
         if ranks > 1:
             # By itself vLLM gives each rank a NUMA node, and few machines have two.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", share_cpus(ranks))
+        # A GPU's engine loop, which vLLM's CPU platform turns off.
+        scheduler_config = vllm_config.scheduler_config
+        is_async = scheduler_config.async_scheduling
         super().check_and_update_config(vllm_config)
+        scheduler_config.async_scheduling = is_async
 
 
 def share_cpus(ranks: int) -> str:
