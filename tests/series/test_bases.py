@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series of the project on the two vLLMs that it is for."""
 
+import ast
 import csv
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from vllm_rocm_memory.series import SeriesError, operations, verification
 from vllm_rocm_memory.series.bases import measure
 from vllm_rocm_memory.series.definition import load
 from vllm_rocm_memory.series.export import export
+from vllm_rocm_memory.series.steps import results
 from vllm_rocm_memory.series.target import Target
 from vllm_rocm_memory.serve import is_cpu_build
 
@@ -54,6 +57,25 @@ def test_the_sums_of_the_bases(upstream_tree, ours):
     assert set(ours.bases) == {"0.32.0", "0.33.0"}
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_the_scheduler_has_what_ours_reaches_for(version, upstream_tree):
+    """No import names these, so that nothing else notices when one goes."""
+    folder = "vllm/v1/simple_kv_offload"
+    ours = (REPOSITORY / folder / "transfer_results.py").read_text()
+    reached = set(re.findall(r"\bscheduler\.(\w+)", ours))
+    assert len(reached) >= 10
+    manager = (upstream_tree(version) / folder / "manager.py").read_text()
+    (scheduler,) = (
+        node
+        for node in ast.parse(manager).body
+        if isinstance(node, ast.ClassDef) and node.name == "SimpleCPUOffloadScheduler"
+    )
+    here = {
+        node.attr for node in ast.walk(scheduler) if isinstance(node, ast.Attribute)
+    } | {node.name for node in scheduler.body if isinstance(node, ast.FunctionDef)}
+    assert reached <= here
+
+
 def test_the_installed_tree_is_its_base(installed_tree, installed_version, ours):
     """Also where it is the CPU build, a distribution of another name."""
     measured = measure(ours, Target.find(installed_tree))
@@ -89,12 +111,12 @@ def test_apply_and_revert(base, ours, snapshot, record_faults, installed_version
     outcome = operations.apply(target, ours)
     # This also imports what the series touches, in a fresh process.
     assert (outcome.not_verified is None) == importable
-    (row,) = operations.status(target, ours)
-    assert row.state == "applied"
-    assert row.reason.partition(";")[::2] == (
-        f"base {version}",
-        "" if importable else f" not verified by import: {outcome.not_verified}",
-    )
+    for row in operations.status(target, ours):
+        assert row.state == "applied"
+        assert row.reason.partition(";")[::2] == (
+            f"base {version}",
+            "" if importable else f" not verified by import: {outcome.not_verified}",
+        )
     assert record_faults(root) == []
     assert bool(target.records) == (version == installed_version)
     operations.revert(target, ours)
@@ -106,9 +128,9 @@ def test_killed_at_every_operation(base, ours, faults, snapshot, tmp_path):
     _, root = base
     # The tool reads and writes nothing else, so the rest of the tree only costs time.
     whole = Target.find(root)
-    (patch,) = ours.patches
+    touched = {file for patch in ours.patches for file in ours.upstream_files(patch)}
     small = tmp_path / "small"
-    for path in ("vllm/__init__.py", *ours.upstream_files(patch), *whole.records):
+    for path in ("vllm/__init__.py", *sorted(touched), *whole.records):
         (small / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / path, small / path)
     (small / "vllm" / "platforms").mkdir()
@@ -206,3 +228,46 @@ def test_the_variable_is_known_to_vllm(base, ours, run_python, monkeypatch):
     assert (none, batch) == ("None", "batch")
     assert "'fast' for VLLM_KV_OFFLOAD_COPY_ENGINE" in error
     assert "['auto', 'batch']" in error
+
+
+def test_sleep_drains_copies_once_whoever_calls_for_it(base, ours):
+    """vLLM 0.33.0 does so itself, where 0.32.0 needs our call."""
+    version, root = base
+    path = "vllm/v1/worker/gpu_worker.py"
+    target = Target.find(root)
+    before = target.original(path)
+    after = results(ours, ours.patches, target.original)[path]
+    assert (after == before) == (version == "0.33.0")
+    assert after.count(b"import drain_kv_copies\n") == (version == "0.32.0")
+    calls = (b" drain_kv_copies()\n", b".unregister_kv_caches()\n")
+    worker = next(
+        node
+        for node in ast.parse(after).body
+        if isinstance(node, ast.ClassDef) and node.name == "Worker"
+    )
+    for node in worker.body:
+        if isinstance(node, ast.FunctionDef) and node.name in ("sleep", "discard"):
+            text = ast.get_source_segment(after.decode(), node).encode()
+            assert sum(text.count(call) for call in calls) == 1, node.name
+            last = max(text.find(call) for call in calls)
+            assert 0 < last < text.find(b"self.sleep_mode_backend.")
+
+
+def test_our_base_of_the_connector_comes_first(base, ours):
+    _, root = base
+    path = (
+        "vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py"
+    )
+    target = Target.find(root)
+    after = results(ours, ours.patches, target.original)[path]
+
+    def bases(content: bytes) -> list[str]:
+        return next(
+            [ast.unparse(each) for each in node.bases]
+            for node in ast.parse(content).body
+            if isinstance(node, ast.ClassDef)
+            and node.name == "SimpleCPUOffloadConnector"
+        )
+
+    assert bases(after) == ["WorkerTransfers", *bases(target.original(path))]
+    assert max(map(len, after.decode().splitlines())) <= 88

@@ -13,6 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 # Enough of vLLM to lay the series over, from the real trees.
 PARTS = ("*.py", "config/*.py", "platforms/*.py", "v1/simple_kv_offload/*.py")
+PARTS += ("v1/worker/*.py", "distributed/kv_transfer/kv_connector/v1/*.py")
 
 
 def build_wheel(folder: Path, tree: Path, version: str) -> Path:

@@ -51,6 +51,7 @@ BATCH_MEMCPY_ARGUMENTS: tuple[type, ...] = (
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "hipRuntimeGetVersion": (ctypes.c_int, (ctypes.POINTER(ctypes.c_int),)),
     "hipGetErrorName": (ctypes.c_char_p, (ctypes.c_int,)),
+    "hipGetLastError": (ctypes.c_int, ()),
     "hipMemcpyBatchAsync": (ctypes.c_int, BATCH_MEMCPY_ARGUMENTS),
 }
 

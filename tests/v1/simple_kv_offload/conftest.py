@@ -12,7 +12,7 @@ import pytest
 import torch
 import vllm.logger
 from vllm.platforms import hip_runtime
-from vllm.v1.simple_kv_offload import copy_backend, cuda_mem_ops
+from vllm.v1.simple_kv_offload import copy_thread, cuda_mem_ops
 
 from vllm_rocm_memory.sim import hipsim, torch_device
 
@@ -84,8 +84,8 @@ def vllm_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ROCm for ``cuda_mem_ops``, and for nothing else."""
-    for module in (cuda_mem_ops, copy_backend):
+    """ROCm for the copy path, and for nothing else."""
+    for module in (cuda_mem_ops, copy_thread):
         monkeypatch.setattr(module, "current_platform", Rocm)
 
 

@@ -301,7 +301,8 @@ def test_a_failure_without_an_index_says_so(monkeypatch):
         copy_blocks(list(range(6)), list(range(6)), params)
     assert failed.value.index is None
     assert failed.value.site is None
-    assert "copies 4 to 5 of 6 (the runtime did not say which)" in str(failed.value)
+    words = "copies 4 to 5 of 6, regions without names (the runtime did not say which)"
+    assert words in str(failed.value)
 
 
 def test_an_index_beyond_the_call_is_not_believed(monkeypatch):

@@ -1,31 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of KV blocks between device and host, queued by a thread of their own.
-
-Note [Copy tickets]
-The worker polls pairs of an event index and something that answers ``query()``
-and ``synchronize()``. An event cannot be that thing: it exists only once the
-copy thread has queued its copy, so a flush would miss copies that still wait
-for the thread, and a copy that failed would have no event at all and its
-request would wait for ever. The worker gets a ticket instead, at once and on
-its own thread. Every ticket ends: its copy is done, or failed, or was cancelled
-by a shutdown, or lost its thread.
-
-A failed copy may have been queued in part. Its ticket ends only when the stream
-is idle, since the blocks may be given to someone else as soon as it has.
-"""
+"""Copies of KV blocks between device memory and the CPU tier."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
-from vllm.v1.simple_kv_offload.copy_engine import resolve_copy_engine
+from vllm.v1.simple_kv_offload.copy_engine import CopyEngine, resolve_copy_engine
+from vllm.v1.simple_kv_offload.copy_thread import (
+    SHUTDOWN_SECONDS,
+    CopyThread,
+    CopyTicket,
+)
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
     CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
@@ -41,93 +30,10 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_SHUTDOWN_SECONDS = 5.0
-_THREAD_CHECK_SECONDS = 0.1
 
+class BlockCopy(NamedTuple):
+    """Which blocks go where, as the subject of log lines and errors."""
 
-class CopyTicket:
-    """One copy's way from the queue to its end; safe to use from any thread.
-
-    Args:
-        thread: Who queues the copy on its stream.
-        what: The copy, for the text of errors that show up later.
-
-    """
-
-    def __init__(self, thread: threading.Thread | None, what: object) -> None:
-        self.error: BaseException | None = None
-        self._thread = thread
-        self._what = what
-        self._event: torch.Event | None = None
-        # Set when the copy is queued on its stream, or will never be.
-        self._settled = threading.Event()
-        self._lock = threading.Lock()
-
-    def query(self) -> bool:
-        """Has the copy ended? Look at ``error`` for how. Never raises."""
-        if not self._settled.is_set():
-            self._fail_if_thread_is_gone()
-            if not self._settled.is_set():
-                return False
-        event = self._event
-        if self.error is not None or event is None:
-            return True
-        try:
-            return bool(event.query())
-        except Exception as error:
-            self._end_with(error)
-            return True
-
-    def synchronize(self) -> None:
-        """Wait until the copy has ended; raise its error if it failed."""
-        while not self._settled.wait(_THREAD_CHECK_SECONDS):
-            self._fail_if_thread_is_gone()
-        event = self._event
-        if self.error is None and event is not None:
-            try:
-                event.synchronize()
-            except Exception as error:
-                self._end_with(error)
-        if self.error is not None:
-            raise self.error
-
-    def queued(self, event: torch.Event | None) -> None:
-        """Note that the copy is on its stream, and which event marks its end."""
-        with self._lock:
-            if not self._settled.is_set():
-                self._event = event
-                self._settled.set()
-
-    def fail(self, error: BaseException) -> bool:
-        """End a copy that is not queued; False if it was, or had ended."""
-        with self._lock:
-            if self._settled.is_set():
-                return False
-            self.error = error
-            self._settled.set()
-            return True
-
-    def _end_with(self, cause: Exception) -> None:
-        error = RuntimeError(f"{self._what} failed on its stream: {cause}")
-        error.__cause__ = cause
-        with self._lock:
-            if self.error is not None:
-                return
-            self.error = error
-        logger.error("%s", error)
-
-    def _fail_if_thread_is_gone(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self.fail(RuntimeError("The KV copy thread is not running."))
-
-
-def raise_failed_copy(event: torch.Event | CopyTicket) -> None:
-    """Raise the error of a copy that failed; plain events have none."""
-    if isinstance(event, CopyTicket) and event.error is not None:
-        raise event.error
-
-
-class _Blocks(NamedTuple):
     direction: str
     src: Sequence[int]
     dst: Sequence[int]
@@ -139,19 +45,20 @@ class _Blocks(NamedTuple):
         )
 
 
-class _Copy(NamedTuple):
-    blocks: _Blocks
+class _Way(NamedTuple):
+    """One direction: from ``src_blocks`` blocks to ``dst_blocks`` on a stream."""
+
     params: BatchMemcpyParams
     stream: torch.cuda.Stream
-    wait_event: torch.Event | None
-    ticket: CopyTicket
+    src_blocks: int
+    dst_blocks: int
 
-    def __str__(self) -> str:
-        return str(self.blocks)
-
-    def cancel(self) -> None:
-        if self.ticket.fail(RuntimeError(f"{self} was cancelled by a shutdown.")):
-            logger.warning("%s was cancelled by a shutdown.", self)
+    def copy(self, blocks: BlockCopy, wait_event: torch.Event | None) -> None:
+        check_block_ids("source", blocks.src, self.src_blocks)
+        check_block_ids("destination", blocks.dst, self.dst_blocks)
+        if wait_event is not None:
+            self.stream.wait_event(wait_event)
+        copy_blocks(blocks.src, blocks.dst, self.params)
 
 
 class DmaCopyBackend:
@@ -160,22 +67,20 @@ class DmaCopyBackend:
     Args:
         vllm_config: Where the user may have chosen a copy engine.
 
+    Attributes:
+        copy_engine: How blocks are copied, a label of the metrics.
+
     Raises:
         ValueError: The chosen engine does not exist.
 
     """
 
     def __init__(self, vllm_config: VllmConfig | None = None) -> None:
-        self._engine, self._engine_source = resolve_copy_engine(vllm_config)
-        self._store: tuple[BatchMemcpyParams, torch.cuda.Stream] | None = None
-        self._load: tuple[BatchMemcpyParams, torch.cuda.Stream] | None = None
-        self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._running: _Copy | None = None
-        # Held while a copy enters the queue, so that none does after shutdown.
-        self._lock = threading.Lock()
-        self._closed = False
-        self._cancelled = False
+        self._asked_for, self._asked_by = resolve_copy_engine(vllm_config)
+        self.copy_engine = CopyEngine.BATCH.value
+        self._store: _Way | None = None
+        self._load: _Way | None = None
+        self._thread: CopyThread | None = None
 
     def init(
         self,
@@ -187,41 +92,53 @@ class DmaCopyBackend:
     ) -> None:
         """Prepare copies between the caches and start the copy thread.
 
+        Args:
+            gpu_caches: Tensors of shape [blocks, bytes] by region name.
+            cpu_caches: The same regions, with blocks of their own number.
+            device: Of the GPU caches.
+            load_stream: Where copies to the GPU are queued.
+            store_stream: Where copies to the CPU are queued.
+
         Raises:
             RuntimeError: There is no batch copy, or the thread cannot start.
             ValueError: The caches do not match.
 
         """
+        gpu_blocks, cpu_blocks = _num_blocks(gpu_caches), _num_blocks(cpu_caches)
         # A store reads what the compute stream may have just written; a load
         # reads host memory that stays as it is until its blocks are freed.
-        store = build_params(
-            gpu_caches,
-            cpu_caches,
+        self._store = _Way(
+            build_params(
+                gpu_caches,
+                cpu_caches,
+                store_stream,
+                CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+                direction="store",
+            ),
             store_stream,
-            CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-            direction="store",
+            gpu_blocks,
+            cpu_blocks,
         )
-        load = build_params(
-            cpu_caches,
-            gpu_caches,
+        self._load = _Way(
+            build_params(
+                cpu_caches,
+                gpu_caches,
+                load_stream,
+                CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
+                direction="load",
+            ),
             load_stream,
-            CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
-            direction="load",
+            cpu_blocks,
+            gpu_blocks,
         )
-        self._store, self._load = (store, store_stream), (load, load_stream)
         logger.info(
             "KV copy engine: batch (asked for: %s, by %s): %s",
-            self._engine.value,
-            self._engine_source,
+            self._asked_for.value,
+            self._asked_by,
             describe_batch_copies(),
         )
-        thread = threading.Thread(
-            target=lambda: self._run(device, started), name="kv-copy", daemon=True
-        )
-        started = CopyTicket(thread, "The start of the KV copy thread")
-        thread.start()
-        self._thread = thread
-        started.synchronize()
+        self._thread = CopyThread("kv-copy", device, keeps=(gpu_caches, cpu_caches))
+        self._thread.start()
 
     def launch_copy(
         self,
@@ -229,7 +146,7 @@ class DmaCopyBackend:
         dst_blocks: list[int],
         is_store: bool,
         event_idx: int,
-        events_list: list[tuple[int, torch.Event | CopyTicket]],
+        events_list: list[tuple[int, CopyTicket]],
         wait_event: torch.Event | None = None,
     ) -> None:
         """Queue a copy and append its ticket to ``events_list`` at once.
@@ -238,85 +155,45 @@ class DmaCopyBackend:
         on its own stream.
         """
         way = self._store if is_store else self._load
-        assert way is not None, "init() must run before launch_copy()"
-        params, stream = way
-        blocks = _Blocks(params.direction, src_blocks, dst_blocks)
-        ticket = CopyTicket(self._thread, blocks)
-        copy = _Copy(blocks, params, stream, wait_event, ticket)
-        with self._lock:
-            if self._closed:
-                ticket.fail(RuntimeError(f"{copy} came after the shutdown."))
-            else:
-                self._queue.put(copy)
+        assert way is not None and self._thread is not None, "init() comes first"
+        blocks = BlockCopy(way.params.direction, src_blocks, dst_blocks)
+        ticket = self._thread.submit(
+            blocks, way.stream, lambda: way.copy(blocks, wait_event)
+        )
         events_list.append((event_idx, ticket))
 
-    def shutdown(self) -> None:
-        """Finish what is queued, or cancel what five seconds do not suffice for."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._queue.put(None)
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when no copy uses the caches any more."""
+        assert self._thread is not None, "init() comes first"
+        self._thread.at_end(callback)
+
+    def shutdown(self) -> bool:
+        """Finish what is queued, or cancel what five seconds do not suffice for.
+
+        Returns:
+            Whether everything has ended, so that nothing uses the caches.
+
+        """
         if self._thread is None:
-            return
-        self._thread.join(_SHUTDOWN_SECONDS)
-        if self._thread.is_alive():
-            self._cancel()
+            return True
+        self._thread.close()
+        ended = self._thread.join(time.monotonic() + SHUTDOWN_SECONDS)
+        if not ended:
+            logger.warning(
+                "KV copies were still under way %.0f seconds after the shutdown.",
+                SHUTDOWN_SECONDS,
+            )
+        return ended
 
-    def _cancel(self) -> None:
-        # From here on the thread cancels what it takes; the rest is here, or running.
-        self._cancelled = True
-        unfinished = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                unfinished.append(self._queue.get_nowait())
-        # The thread may yet come back and ask for what to do.
-        self._queue.put(None)
-        for copy in (self._running, *unfinished):
-            if copy is not None:
-                copy.cancel()
-        logger.warning(
-            "KV copies were still under way %.0f seconds after the shutdown.",
-            _SHUTDOWN_SECONDS,
+
+def _num_blocks(caches: dict[str, torch.Tensor]) -> int:
+    return min((cache.shape[0] for cache in caches.values()), default=0)
+
+
+def check_block_ids(side: str, ids: Sequence[int], num_blocks: int) -> None:
+    """Raise IndexError for a block outside its cache: it would hit what lies there."""
+    if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
+        wrong = next(block for block in ids if not 0 <= block < num_blocks)
+        raise IndexError(
+            f"block {wrong} is outside the {side} cache, which has {num_blocks} blocks"
         )
-
-    def _run(self, device: torch.device, started: CopyTicket) -> None:
-        try:
-            current_platform.set_device(device)
-        except BaseException as error:
-            started.fail(error)
-            return
-        started.queued(None)
-        while (copy := self._queue.get()) is not None:
-            self._running = copy
-            if self._cancelled:
-                copy.cancel()
-            else:
-                _queue_on_stream(copy)
-            self._running = None
-        # The caches may be freed after a shutdown.
-        for way in (self._load, self._store):
-            assert way is not None
-            _drain(way[1])
-
-
-def _queue_on_stream(copy: _Copy) -> None:
-    try:
-        if copy.wait_event is not None:
-            copy.stream.wait_event(copy.wait_event)
-        copy_blocks(copy.blocks.src, copy.blocks.dst, copy.params)
-        event = torch.Event()
-        event.record(copy.stream)
-    except BaseException as error:
-        _drain(copy.stream)
-        if copy.ticket.fail(error):
-            logger.error("%s failed: %s", copy, error, exc_info=error)
-    else:
-        copy.ticket.queued(event)
-
-
-def _drain(stream: torch.cuda.Stream) -> None:
-    try:
-        stream.synchronize()
-    except Exception as error:
-        logger.error("KV copies on %s may still be under way: %s", stream, error)

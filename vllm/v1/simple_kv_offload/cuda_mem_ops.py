@@ -27,6 +27,7 @@ import torch
 from vllm.device_allocator.alloc_conf import expandable_segments_enabled
 from vllm.logger import init_logger
 from vllm.platforms import current_platform, hip_runtime
+from vllm.utils.system_utils import find_loaded_library
 from vllm.v1.simple_kv_offload.copy_engine import chosen_max_copies
 from vllm.v1.simple_kv_offload.copy_plan import (
     Addresses,
@@ -124,13 +125,26 @@ def pin_tensor(tensor: torch.Tensor) -> None:
         RuntimeError: The memory could not be registered.
 
     """
-    cudart = torch.cuda.cudart()
-    error = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if error.value != 0:
+        _forget_last_error()
         raise RuntimeError(
             f"cudaHostRegister failed: {error} ({error.value}) for {tensor.nbytes} "
             "bytes of host memory. Give the CPU cache less (cpu_bytes_to_use), or "
             "let this process lock more memory (ulimit -l, the container's limit)."
+        )
+
+
+def unpin_tensor(tensor: torch.Tensor) -> None:
+    """Undo ``pin_tensor``. Nothing may be copying from or to the tensor."""
+    error = torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    if error.value != 0:
+        _forget_last_error()
+        logger.warning(
+            "cudaHostUnregister failed: %s (%d) for %d bytes of host memory.",
+            error,
+            error.value,
+            tensor.nbytes,
         )
 
 
@@ -202,6 +216,7 @@ def copy_blocks(
         count = min(step, total - first)
         error = _submit(copies, first, count, params)
         if error != 0:
+            _forget_last_error()
             raise _batch_copy_error(error, copies, first, count, params)
 
 
@@ -284,8 +299,8 @@ def _batch_copy_error(
     site = None if index is None else copies.locate(index)
     if site is None:
         where = (
-            f"one of the copies {first} to {first + count - 1} of {len(copies)} "
-            "(the runtime did not say which)"
+            f"one of the copies {first} to {first + count - 1} of {len(copies)}, "
+            f"{_name_regions(params)} (the runtime did not say which)"
         )
     else:
         where = (
@@ -302,6 +317,13 @@ def _batch_copy_error(
     error.index = index
     error.site = site
     return error
+
+
+def _name_regions(params: BatchMemcpyParams) -> str:
+    names = [repr(region.name) for region in params.plan.regions] if params.plan else []
+    if len(names) > 4:
+        return f"regions {names[0]} to {names[-1]} ({len(names)})"
+    return f"region{'s' * (len(names) != 1)} {', '.join(names) or 'without names'}"
 
 
 def format_blocks(ids: Sequence[int], most: int = 8) -> str:
@@ -328,6 +350,21 @@ def _error_name(code: int) -> str:
         return str(driver.CUresult(code).name)
     except (ImportError, ValueError):
         return "unknown error"
+
+
+def _forget_last_error() -> None:
+    """Clear what the runtime remembers of a failed call in this thread.
+
+    Whoever asks next for the last error, torch after a kernel launch, would take
+    it for its own.
+    """
+    try:
+        if current_platform.is_rocm():
+            hip_runtime.get_runtime(_load_hip_runtime).hipGetLastError()
+        elif (path := find_loaded_library("libcudart")) is not None:
+            ctypes.CDLL(path).cudaGetLastError()
+    except (OSError, AttributeError) as error:
+        logger.debug("The last error could not be cleared: %s", error)
 
 
 def _regions(
