@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real engine on a real GPU: KV blocks leave, come back, and fail to."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.simple_kv_offload import cuda_mem_ops
+
+from vllm_rocm_memory.sim.demo_model import write_demo_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+BLOCK = 32
+DEVICE_BLOCKS = 40
+# Keys and values of 4 layers, 2 heads, 64 elements each, in bfloat16.
+BLOCK_BYTES = 2 * 4 * 2 * 64 * 2 * BLOCK
+FIRST_WORDS = ("amber", "Cedar and", "drift", "Where is", "nine grey", "zinc")
+BODY = " The keeper counts twice and writes down where each crate went." * 21
+PATIENCE = 60.0
+
+
+class Spoiler:
+    """Spoils chosen calls of the batch copy, so that the runtime refuses them."""
+
+    def __init__(self) -> None:
+        self.function, num_attrs = cuda_mem_ops._batch_memcpy
+        self.loads = self.stores = 0
+        self.load_after: int | None = None
+        self.spoil_stores = False
+        self.spoiled = 0
+        cuda_mem_ops._batch_memcpy = (self, num_attrs)
+        self.directions: dict[int, str] = {}
+
+    def __call__(self, dst, src, size, count, attrs, attrs_idx, n, fail, stream):
+        is_load = self.directions[stream] == "load"
+        self.loads += is_load
+        self.stores += not is_load
+        if (is_load and self.load_after == self.loads) or (
+            not is_load and self.spoil_stores
+        ):
+            self.spoiled += 1
+            dst = src = 0
+        return self.function(dst, src, size, count, attrs, attrs_idx, n, fail, stream)
+
+
+class Engine:
+    def __init__(self, model: Path) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            str(model),
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_seqs=2,
+            block_size=BLOCK,
+            kv_cache_memory_bytes=DEVICE_BLOCKS * BLOCK_BYTES,
+            enable_sleep_mode=True,
+            attention_config={"backend": "TRITON_ATTN"},
+            kv_transfer_config={
+                "kv_connector": "SimpleCPUOffloadConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+            },
+        )
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.spoiler = Spoiler()
+        worker = self.llm.collective_rpc(_offload_worker)[0]
+        for way in (worker._backend._load, worker._backend._store):
+            name = way.params.direction
+            self.spoiler.directions[way.params.stream_handle] = name
+        self.asked = 0
+
+    def ask(self, word: str) -> Any:
+        """The request's last output."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        self.asked += 1
+        name = f"request-{self.asked}"
+        engine = self.llm.llm_engine
+        engine.add_request(name, word + BODY, greedy)
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            assert time.monotonic() < deadline, f"{name} does not end"
+            for output in engine.step():
+                if output.finished:
+                    assert output.request_id == name
+                    return output
+
+    def settle(self) -> None:
+        """Step until no store is on its way."""
+        deadline = time.monotonic() + PATIENCE
+        while self.core.scheduler.has_requests():
+            assert time.monotonic() < deadline, "stores do not end"
+            self.llm.llm_engine.step()
+
+
+def _offload_worker(worker: Any) -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker_handler
+
+
+def tokens(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "HF_HUB_OFFLINE": "1",
+        }.items():
+            patch.setitem(os.environ, name, value)
+        engine = Engine(write_demo_model(tmp_path_factory.mktemp("model") / "demo"))
+        yield engine
+        engine.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def computed(engine: Engine) -> dict[str, list[int]]:
+    """Each prompt's answer with its blocks on the device.
+
+    A prompt that is computed whole takes other steps, and bfloat16 tells.
+    """
+    answers = {}
+    for word in FIRST_WORDS:
+        engine.ask(word)
+        answers[word] = tokens(engine.ask(word))
+    assert len(set(map(tuple, answers.values()))) == len(answers)
+    return answers
+
+
+def test_blocks_that_come_back_give_the_same_answers(engine, computed):
+    before = engine.spoiler.loads
+    for word, answer in computed.items():
+        output = engine.ask(word)
+        assert tokens(output) == answer
+        assert output.num_cached_tokens > 0
+    assert engine.spoiler.loads - before == len(computed)
+
+
+def test_a_failed_load_costs_its_own_request(engine, computed):
+    for word in FIRST_WORDS:
+        engine.spoiler.load_after = engine.spoiler.loads + 1
+        failed = engine.ask(word)
+        assert failed.outputs[0].finish_reason == "error"
+        assert tokens(engine.ask(word)) == computed[word], "the next one loads"
+    engine.settle()
+    assert engine.spoiler.spoiled == len(FIRST_WORDS)
+
+
+def test_a_failed_store_is_never_served(engine, computed):
+    engine.spoiler.spoil_stores = True
+    fresh = [f"{word}, again" for word in FIRST_WORDS]
+    answers = [tokens(engine.ask(word)) for word in fresh]
+    engine.settle()
+    engine.spoiler.spoil_stores = False
+    loads = engine.spoiler.loads
+    for word, answer in zip(fresh[:3], answers[:3], strict=True):
+        output = engine.ask(word)
+        assert tokens(output) == answer
+    assert engine.spoiler.loads == loads, "none of it was in the pool"
+
+
+def test_answers_are_the_same_after_sleep(engine, computed):
+    """The pool is emptied by sleep, filled again, and serves again."""
+    for _ in range(2):
+        engine.settle()
+        engine.llm.sleep(level=1)
+        engine.llm.wake_up()
+        for word, answer in computed.items():
+            engine.ask(word)
+            assert tokens(engine.ask(word)) == answer
+        loads = engine.spoiler.loads
+        for word, answer in computed.items():
+            assert tokens(engine.ask(word)) == answer
+        assert engine.spoiler.loads - loads == len(computed)
