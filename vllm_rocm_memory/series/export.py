@@ -10,11 +10,7 @@ from pathlib import Path
 
 from vllm_rocm_memory.series import SeriesError
 from vllm_rocm_memory.series.definition import Patch, Series
-from vllm_rocm_memory.series.operations import (
-    require_bases,
-    require_needed,
-    skip_reason,
-)
+from vllm_rocm_memory.series.operations import require_bases, skip_reason
 from vllm_rocm_memory.series.steps import results
 from vllm_rocm_memory.series.target import Target
 
@@ -46,7 +42,6 @@ def export(
     with target.locked(exclusive=False):
         target.require_settled()
         patches = tuple(p for p in patches if not skip_reason(target, p))
-        require_needed(target, series, patches)
         require_bases(target, series, patches, allow_unknown_base)
         stages = [
             results(series, patches[: count + 1], target.original)

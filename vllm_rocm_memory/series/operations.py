@@ -190,7 +190,6 @@ def diff(
             after = {path: target.read(path) for path in target.journal.files}
         else:
             patches = tuple(p for p in patches if not skip_reason(target, p))
-            require_needed(target, series, patches)
             require_bases(target, series, patches, allow_unknown_base)
             after = {**results(series, patches, target.original)}
         return "".join(
@@ -245,7 +244,7 @@ def _changing(target: Target, dry_run: bool) -> Iterator[None]:
         ) from error
 
 
-def require_needed(target: Target, series: Series, patches: Iterable[Patch]) -> None:
+def _require_needed(target: Target, series: Series, patches: Iterable[Patch]) -> None:
     """Refuse patches without those whose files they use.
 
     Raises:
@@ -267,14 +266,15 @@ def require_needed(target: Target, series: Series, patches: Iterable[Patch]) -> 
 
 
 def require_bases(
-    target: Target, series: Series, patches: Iterable[Patch], allow_unknown: bool
+    target: Target, series: Series, patches: tuple[Patch, ...], allow_unknown: bool
 ) -> dict[str, str | None]:
     """The base of each patch, None for one that is unknown and allowed to be.
 
     Raises:
-        SeriesError: a base is unknown. A patch that was allowed to be on one needs no
-            further leave.
+        SeriesError: a base is unknown, or a patch lacks another that it needs. A patch
+            that was allowed to be on an unknown base needs no further leave.
     """
+    _require_needed(target, series, patches)
     bases: dict[str, str | None] = {}
     for patch in patches:
         try:
@@ -300,7 +300,6 @@ def _change_to(
     skipped: Mapping[str, str],
 ) -> Outcome:
     """Leave the target with exactly `patches`."""
-    require_needed(target, series, patches)
     bases = require_bases(target, series, patches, allow_unknown_base)
     files = results(series, patches, target.original)
     if None in bases.values():

@@ -6,15 +6,20 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import vllm.logger
 from vllm.platforms import hip_runtime
-from vllm.v1.simple_kv_offload import copy_thread, cuda_mem_ops
+from vllm.v1.simple_kv_offload import copy_backend, copy_thread, cuda_mem_ops
 
 from vllm_rocm_memory.sim import hipsim, torch_device
+
+from .tickets import PATIENCE
 
 
 class Rocm:
@@ -114,3 +119,19 @@ def device(
         caplog.get_records("call").clear()
         gc.collect()
     hipsim.assert_clean()
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The copy thread stops inside its next copy until ``release`` is set."""
+    gate = SimpleNamespace(entered=threading.Event(), release=threading.Event())
+    copy_blocks = copy_backend.copy_blocks
+
+    def held(*args: Any) -> None:
+        gate.entered.set()
+        assert gate.release.wait(PATIENCE)
+        copy_blocks(*args)
+
+    monkeypatch.setattr(copy_backend, "copy_blocks", held)
+    yield gate
+    gate.release.set()

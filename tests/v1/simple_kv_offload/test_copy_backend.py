@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -21,42 +21,17 @@ from vllm.v1.simple_kv_offload.cuda_mem_ops import (
 
 from vllm_rocm_memory.sim import hipsim, torch_device
 
+from .tickets import PATIENCE, let_go, logged_error, until
+
 BLOCKS, PAGE = 16, 256
 CPU = torch.device("cpu")
 ILLEGAL_ADDRESS = 700
-PATIENCE = 20.0
 
 
 @pytest.fixture
 def profile(request: pytest.FixtureRequest) -> str:
     """One release: what differs between them is below the backend."""
     return getattr(request, "param", "7.16")
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
-
-
-def let_go(ticket: CopyTicket) -> None:
-    """Drop what an error's tracebacks hold; log records keep the error itself."""
-    error = ticket.error
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-
-
-def logged_error(vllm_log) -> str:
-    """The only error in the log; a ticket ends before its error is logged."""
-
-    def messages() -> list[str]:
-        return [r.getMessage() for r in vllm_log.records if r.levelname == "ERROR"]
-
-    until(messages)
-    (message,) = messages()
-    return message
 
 
 class Offload:
@@ -107,22 +82,6 @@ def offload(device) -> Iterator[Offload]:
     offload = Offload(device).start()
     yield offload
     offload.close()
-
-
-@pytest.fixture
-def blocked(monkeypatch) -> Iterator[SimpleNamespace]:
-    """The copy thread stops inside its next copy until ``release`` is set."""
-    gate = SimpleNamespace(entered=threading.Event(), release=threading.Event())
-    copy_blocks = copy_backend.copy_blocks
-
-    def held(*args: object) -> None:
-        gate.entered.set()
-        assert gate.release.wait(PATIENCE)
-        copy_blocks(*args)
-
-    monkeypatch.setattr(copy_backend, "copy_blocks", held)
-    yield gate
-    gate.release.set()
 
 
 def test_blocks_go_to_the_host_and_come_back(offload):
@@ -210,7 +169,7 @@ def test_a_failing_call_fails_its_copy_alone(offload, vllm_log, call, wait):
     assert isinstance(failed.error, RuntimeError)
     assert "hipErrorIllegalAddress (700)" in str(failed.error)
 
-    logged = logged_error(vllm_log)
+    logged = logged_error(vllm_log).getMessage()
     assert "KV store of blocks 3-5 to 6-8 failed" in logged
     assert "hipErrorIllegalAddress (700)" in logged
 
@@ -227,7 +186,7 @@ def test_the_log_names_the_region_where_the_runtime_names_the_copy(offload, vllm
     assert isinstance(failed.error, BatchCopyError)
     assert failed.error.direction == "load"
     where = "copy 0 of 1, region 'kv', blocks 3-4 to 6-7"
-    assert where in logged_error(vllm_log)
+    assert where in logged_error(vllm_log).getMessage()
 
 
 def test_an_error_that_shows_up_later_names_the_blocks(offload, vllm_log):

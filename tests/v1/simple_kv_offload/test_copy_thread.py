@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
 import weakref
@@ -18,31 +17,17 @@ from vllm.v1.simple_kv_offload.copy_thread import CopyThread, CopyTicket, drain
 
 from vllm_rocm_memory.sim import hipsim, torch_device
 
+from .tickets import PATIENCE, let_go, logged, logged_error, until
+
 CPU = torch.device("cpu")
 SIZE = 256
 ILLEGAL_ADDRESS = 700
-PATIENCE = 20.0
 
 
 @pytest.fixture
 def profile() -> str:
     """One release: what differs between them is below the thread."""
     return "7.16"
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
-
-
-def let_go(ticket: CopyTicket) -> None:
-    """Drop what an error's tracebacks hold; log records keep the error itself."""
-    error = ticket.error
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def nothing() -> None:
@@ -104,15 +89,6 @@ def gate(copies) -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.release.set()
-
-
-def logged(vllm_log, level: str) -> list[str]:
-    return [r.getMessage() for r in vllm_log.records if r.levelname == level]
-
-
-def logged_error(vllm_log) -> logging.LogRecord:
-    (record,) = [r for r in vllm_log.records if r.levelname == "ERROR"]
-    return record
 
 
 # ----- tickets

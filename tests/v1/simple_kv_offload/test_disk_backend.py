@@ -29,6 +29,8 @@ from vllm.v1.simple_kv_offload.disk_backend import DiskBackend, DiskError
 
 from vllm_rocm_memory.sim import hipsim, torch_device
 
+from .tickets import PATIENCE, let_go, logged, logged_error, until
+
 BLOCKS, SLOTS = 12, 16
 # Two regions whose pages O_DIRECT would not take one by one, and one whose pages are
 # apart: 4096 bytes of pages, 8192 of the block.
@@ -36,28 +38,12 @@ PAGES = {"a": (1536, 1536), "b": (2000, 2000), "c": (560, 4656)}
 BLOCK_BYTES = 8192
 CPU = torch.device("cpu")
 ILLEGAL_ADDRESS = 700
-PATIENCE = 20.0
 
 
 @pytest.fixture
 def profile() -> str:
     """One release: what differs between them is below the backend."""
     return "7.16"
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
-
-
-def let_go(ticket: CopyTicket) -> None:
-    """Drop what an error's tracebacks hold; log records keep the error itself."""
-    error = ticket.error
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def takes_direct_io(folder: Path) -> bool:
@@ -265,17 +251,6 @@ def assert_nothing_is_left(path: Path) -> None:
     assert hipsim.stats().registered_ranges == 0
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("kv-disk")]
-
-
-def logged(vllm_log, level: str) -> list[str]:
-    return [r.getMessage() for r in vllm_log.records if r.levelname == level]
-
-
-def logged_error(vllm_log) -> str:
-    """The only error in the log; a ticket ends before its error is logged."""
-    until(lambda: logged(vllm_log, "ERROR"))
-    (line,) = logged(vllm_log, "ERROR")
-    return line
 
 
 def everything(count: int = BLOCKS) -> list[int]:
@@ -558,7 +533,7 @@ def test_a_failing_hip_call_fails_its_copy_alone(offload, vllm_log, call, is_sto
         until(failed.query)
         assert "hipErrorIllegalAddress (700)" in str(failed.error)
         direction = "store" if is_store else "load"
-        line = logged_error(vllm_log)
+        line = logged_error(vllm_log).getMessage()
         assert line.startswith(f"KV {direction} of blocks 1-3, 8 to 4-6, 9 failed: ")
         offload.round_trip(nth)
 
@@ -626,7 +601,7 @@ def _fail_an_io_call(
     assert remedy in str(failed.error)
     direction = "store" if is_store else "load"
     what = f"KV {direction} of blocks 1-3, 8 to 4-6, 9"
-    assert logged_error(vllm_log) == f"{what} failed: {failed.error}"
+    assert logged_error(vllm_log).getMessage() == f"{what} failed: {failed.error}"
 
 
 def test_direct_io_that_is_refused_has_a_remedy(idle, kernel):

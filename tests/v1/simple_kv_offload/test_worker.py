@@ -27,10 +27,11 @@ from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 from vllm_rocm_memory.sim import hipsim, torch_device
 
+from .tickets import PATIENCE
+
 GPU_BLOCKS, CPU_BLOCKS, PAGE, LAYERS = 12, 16, 256, 2
 BLOCK_BYTES = LAYERS * PAGE
 ILLEGAL_ADDRESS, OUT_OF_MEMORY = 700, 2
-PATIENCE = 20.0
 
 
 @pytest.fixture
@@ -155,22 +156,6 @@ def rank(device, monkeypatch) -> Iterator[Rank]:
     yield rank
     rank.worker.shutdown()
     vars(rank).clear()  # streams and events go with the last reference
-
-
-@pytest.fixture
-def blocked(monkeypatch) -> Iterator[SimpleNamespace]:
-    """The copy thread stops inside its next copy until ``release`` is set."""
-    gate = SimpleNamespace(entered=threading.Event(), release=threading.Event())
-    copy_blocks = copy_backend.copy_blocks
-
-    def held(*args: object) -> None:
-        gate.entered.set()
-        assert gate.release.wait(PATIENCE)
-        copy_blocks(*args)
-
-    monkeypatch.setattr(copy_backend, "copy_blocks", held)
-    yield gate
-    gate.release.set()
 
 
 def fail_next_copy(error: int = ILLEGAL_ADDRESS, nth: int = 1) -> None:

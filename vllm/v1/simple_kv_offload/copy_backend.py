@@ -104,29 +104,15 @@ class DmaCopyBackend:
             ValueError: The caches do not match.
 
         """
-        gpu_blocks, cpu_blocks = _num_blocks(gpu_caches), _num_blocks(cpu_caches)
-        # A store reads what the compute stream may have just written; a load
-        # reads host memory that stays as it is until its blocks are freed.
+        gpu_blocks, cpu_blocks = num_blocks(gpu_caches), num_blocks(cpu_caches)
         self._store = _Way(
-            build_params(
-                gpu_caches,
-                cpu_caches,
-                store_stream,
-                CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-                direction="store",
-            ),
+            params_for("store", gpu_caches, cpu_caches, store_stream),
             store_stream,
             gpu_blocks,
             cpu_blocks,
         )
         self._load = _Way(
-            build_params(
-                cpu_caches,
-                gpu_caches,
-                load_stream,
-                CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
-                direction="load",
-            ),
+            params_for("load", gpu_caches, cpu_caches, load_stream),
             load_stream,
             cpu_blocks,
             gpu_blocks,
@@ -186,14 +172,31 @@ class DmaCopyBackend:
         return ended
 
 
-def _num_blocks(caches: dict[str, torch.Tensor]) -> int:
+def params_for(
+    direction: str,
+    gpu_caches: dict[str, torch.Tensor],
+    host_caches: dict[str, torch.Tensor],
+    stream: torch.cuda.Stream,
+) -> BatchMemcpyParams:
+    """Prepare the copies of one direction, "load" or "store"; see ``build_params``."""
+    if direction == "store":
+        # The compute stream may have just written what a store reads.
+        order = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        return build_params(gpu_caches, host_caches, stream, order, direction=direction)
+    # A load reads host memory that stays as it is until its blocks are freed.
+    order = CU_MEMCPY_SRC_ACCESS_ORDER_ANY
+    return build_params(host_caches, gpu_caches, stream, order, direction=direction)
+
+
+def num_blocks(caches: dict[str, torch.Tensor]) -> int:
+    """Return how many blocks all regions have."""
     return min((cache.shape[0] for cache in caches.values()), default=0)
 
 
-def check_block_ids(side: str, ids: Sequence[int], num_blocks: int) -> None:
+def check_block_ids(side: str, ids: Sequence[int], count: int) -> None:
     """Raise IndexError for a block outside its cache: it would hit what lies there."""
-    if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
-        wrong = next(block for block in ids if not 0 <= block < num_blocks)
+    if ids and not 0 <= min(ids) <= max(ids) < count:
+        wrong = next(block for block in ids if not 0 <= block < count)
         raise IndexError(
-            f"block {wrong} is outside the {side} cache, which has {num_blocks} blocks"
+            f"block {wrong} is outside the {side} cache, which has {count} blocks"
         )

@@ -62,6 +62,11 @@ class CopyCounters:
             self._counts[COPIES, direction] += 1
             self._counts[COPIED_BYTES, direction] += num_bytes
 
+    @property
+    def is_empty(self) -> bool:
+        """Is there nothing to move? Asked in each step of the engine."""
+        return not self._counts
+
     def move_to(self, stats: SimpleCPUOffloadStats) -> None:
         """Add what has been counted to ``stats``, and begin anew."""
         for (name, direction), value in self._counts.items():

@@ -35,17 +35,19 @@ from typing import NamedTuple
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.simple_kv_offload.copy_backend import BlockCopy, check_block_ids
+from vllm.v1.simple_kv_offload.copy_backend import (
+    BlockCopy,
+    check_block_ids,
+    num_blocks,
+    params_for,
+)
 from vllm.v1.simple_kv_offload.copy_thread import (
     SHUTDOWN_SECONDS,
     CopyThread,
     CopyTicket,
 )
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
-    CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
-    CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
     BatchMemcpyParams,
-    build_params,
     copy_blocks,
     describe_batch_copies,
     pin_tensor,
@@ -376,7 +378,7 @@ class DiskBackend:
         )
         if num_buffer_slots < 1:
             raise ValueError(f"disk_buffer_slots is {num_buffer_slots}: at least 1")
-        gpu_blocks = min((len(cache) for cache in gpu_caches.values()), default=0)
+        gpu_blocks = num_blocks(gpu_caches)
         with contextlib.ExitStack() as undo:
             file = _SlotFile(
                 disk_path, num_disk_slots, total_block_bytes, use_page_cache
@@ -388,7 +390,12 @@ class DiskBackend:
             ) -> _Way:
                 staging = _Staging(gpu_caches, num_buffer_slots, total_block_bytes)
                 undo.callback(staging.release)
-                params = _staging_params(gpu_caches, staging.caches, stream, direction)
+                params = params_for(
+                    direction,
+                    _named_for_staging(gpu_caches),
+                    _named_for_staging(staging.caches),
+                    stream,
+                )
                 thread = CopyThread(f"kv-disk-{direction}", device, keeps=(gpu_caches,))
                 return _Way(thread, stream, params, staging.slots, src, dst)
 
@@ -513,21 +520,9 @@ class DiskBackend:
         return True
 
 
-def _staging_params(
-    gpu_caches: dict[str, torch.Tensor],
-    staging_caches: dict[str, torch.Tensor],
-    stream: torch.cuda.Stream,
-    direction: str,
-) -> BatchMemcpyParams:
+def _named_for_staging(caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     # Errors name the blocks of one copy, and here one of the two is no disk slot.
-    gpu = {f"{name} (staging)": cache for name, cache in gpu_caches.items()}
-    host = {f"{name} (staging)": cache for name, cache in staging_caches.items()}
-    if direction == "store":
-        # The compute stream may have just written what a store reads.
-        order = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        return build_params(gpu, host, stream, order, direction=direction)
-    order = CU_MEMCPY_SRC_ACCESS_ORDER_ANY
-    return build_params(host, gpu, stream, order, direction=direction)
+    return {f"{name} (staging)": cache for name, cache in caches.items()}
 
 
 def _all_ended(threads: tuple[CopyThread, ...], deadline: float) -> bool:

@@ -305,10 +305,11 @@ class SimpleCPUOffloadWorker:
 
     def take_stats(self) -> SimpleCPUOffloadStats | None:
         """Return what was copied since the last call; None for nothing."""
+        if self._backend is None or self._counters.is_empty:
+            return None
         stats = SimpleCPUOffloadStats()
-        if self._backend is not None:
-            self._counters.move_to(stats)
-        return None if stats.is_empty() else stats
+        self._counters.move_to(stats)
+        return stats
 
     def _count(self, direction: str, num_blocks: int, *, failed: bool) -> None:
         self._counters.count(direction, num_blocks * self._block_bytes, failed=failed)
