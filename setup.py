@@ -65,6 +65,7 @@ class BuildWithSeries(build_py):
 
 
 setup(
-    ext_modules=[Extension(f"{PACKAGE}._native.device_memory", sources=[])],
+    # Only says that the wheel is for one Python and machine; CMake knows the sources.
+    ext_modules=[Extension(f"{PACKAGE}._native.cumem_allocator", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "build_py": BuildWithSeries},
 )

@@ -50,6 +50,7 @@ LIBRARIES = (
     "hipsim/libamdhip64.so.7",
     "hipsim-cuda/libcuda.so.1",
     "device_memory.*.so",
+    "cumem_allocator.*.so",
 )
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LARGE_FILE = re.compile(r"(Downloading|Using cached|Processing) .*\(([\d.]+) [MG]B\)")
@@ -374,7 +375,9 @@ def copy_vllm(machine: MachineVllm) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
     def place(source: str, target: str) -> None:
-        if ".so" in Path(source).suffixes:  # large, and never changed by the series
+        name = Path(source).name
+        # large, and never changed by the series, but for the module that it adds
+        if ".so" in Path(name).suffixes and not name.startswith("cumem_allocator."):
             Path(target).symlink_to(source)
         else:
             shutil.copy2(source, target)

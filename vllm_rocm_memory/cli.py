@@ -174,6 +174,7 @@ def _report(
             changed=outcome.changed,
             verified=outcome.not_verified is None,
             reason=outcome.not_verified,
+            not_importable=dict(outcome.not_importable),
         )
         return 0
     verb = "would change" if args.dry_run else "changed"
@@ -186,6 +187,9 @@ def _report(
     if outcome.not_verified:
         reason = outcome.not_verified
         print(f"warning: not verified by import: {reason}", file=sys.stderr)
+    for module, error in outcome.not_importable.items():
+        sentence = operations.does_not_import(module, error)
+        print(f"warning: not verified: {sentence}", file=sys.stderr)
     return 0
 
 

@@ -10,19 +10,22 @@ import shutil
 import subprocess
 import sys
 from base64 import urlsafe_b64encode
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vllm_rocm_memory.series import SeriesError, operations, verification
 from vllm_rocm_memory.series.bases import measure
-from vllm_rocm_memory.series.definition import load
+from vllm_rocm_memory.series.compatibility import missing_names
+from vllm_rocm_memory.series.definition import Add, Replace, load
 from vllm_rocm_memory.series.export import export
 from vllm_rocm_memory.series.steps import results
 from vllm_rocm_memory.series.target import Target
 from vllm_rocm_memory.serve import is_cpu_build
 
 REPOSITORY = Path(__file__).parents[2]
+KV_PATCHES = ("kv-copy-engine", "kv-transfer-failures")
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def test_the_scheduler_has_what_ours_reaches_for(version, upstream_tree):
     """No import names these, so that nothing else notices when one goes."""
     folder = "vllm/v1/simple_kv_offload"
     ours = (REPOSITORY / folder / "transfer_results.py").read_text()
-    reached = set(re.findall(r"\bscheduler\.(\w+)", ours))
+    reached = set(re.findall(r"(?<!\.)\bscheduler\.(\w+)", ours))
     assert len(reached) >= 10
     manager = (upstream_tree(version) / folder / "manager.py").read_text()
     (scheduler,) = (
@@ -111,12 +114,20 @@ def test_apply_and_revert(base, ours, snapshot, record_faults, installed_version
     outcome = operations.apply(target, ours)
     # This also imports what the series touches, in a fresh process.
     assert (outcome.not_verified is None) == importable
+    # It needs Ray, which vLLM itself does not require.
+    trainer = "vllm.distributed.weight_transfer.sharded_rdt_trainer"
+    if importable:
+        without_ray = {trainer: "ModuleNotFoundError: No module named 'ray'"}
+        assert outcome.not_importable in ({}, without_ray)
     for row in operations.status(target, ours):
-        assert row.state == "applied"
-        assert row.reason.partition(";")[::2] == (
-            f"base {version}",
-            "" if importable else f" not verified by import: {outcome.not_verified}",
-        )
+        assert row.state == "applied", row
+        base, _, more = row.reason.partition("; ")
+        assert base == f"base {version}"
+        if not importable:
+            assert more == f"not verified by import: {outcome.not_verified}"
+        elif more:
+            assert row.name == "cumem-sleep"
+            assert more.startswith(f"{trainer} does not import here: ")
     assert record_faults(root) == []
     assert bool(target.records) == (version == installed_version)
     operations.revert(target, ours)
@@ -124,8 +135,14 @@ def test_apply_and_revert(base, ours, snapshot, record_faults, installed_version
 
 
 @pytest.mark.usefixtures("unverified", "computed_once")
-def test_killed_at_every_operation(base, ours, faults, snapshot, tmp_path):
+def test_killed_at_any_operation(base, ours, faults, snapshot, tmp_path):
+    """At each eleventh, with either way out; the small series tries each one."""
     _, root = base
+    # What is in the compiled module does not matter, and it is written each time.
+    for patch in ours.patches:
+        for step in patch.built:
+            (tmp_path / Path(step.file).name).write_bytes(b"\x7fELF\0\xff")
+    ours = replace(ours, native=tmp_path)
     # The tool reads and writes nothing else, so the rest of the tree only costs time.
     whole = Target.find(root)
     touched = {file for patch in ours.patches for file in ours.upstream_files(patch)}
@@ -142,7 +159,7 @@ def test_killed_at_every_operation(base, ours, faults, snapshot, tmp_path):
     applied = snapshot(small)
     assert count > 100
     faults.dead = True
-    for number in range(1, count + 1):
+    for number in range(1, count + 1, 11):
         operations.revert(target, ours)
         faults.seen.clear()
         faults.at = number
@@ -178,10 +195,12 @@ def test_git_am_on_the_source_distribution(
         ("am", "-q", *map(str, written)),
     ):
         subprocess.run([*git, *command], check=True, timeout=120)
+    compiled = {step.file for patch in ours.patches for step in patch.built}
+    assert compiled <= applied.keys()
     ours_alone = {
         path: content
         for path, content in applied.items()
-        if not path.startswith("vllm/.rocm_memory_series/")
+        if not path.startswith("vllm/.rocm_memory_series/") and path not in compiled
     }
     assert snapshot(tree) == ours_alone
 
@@ -198,7 +217,7 @@ def test_an_unknown_base(base, ours, snapshot):
     user = worker.with_name("another.py")
     user.write_text("from vllm.v1.simple_kv_offload.cuda_mem_ops import a_new_name\n")
     with pytest.raises(SeriesError, match=r"another\.py takes a_new_name from vllm\."):
-        operations.apply(target, ours, allow_unknown_base=True)
+        operations.apply(target, ours, KV_PATCHES, allow_unknown_base=True)
     user.unlink()
     assert snapshot(root) == before
     operations.apply(target, ours, allow_unknown_base=True)
@@ -209,7 +228,7 @@ def test_an_unknown_base(base, ours, snapshot):
 def test_the_variable_is_known_to_vllm(base, ours, run_python, monkeypatch):
     monkeypatch.setattr(verification, "import_failures", lambda target, modules: {})
     _, root = base
-    operations.apply(Target.find(root), ours)
+    operations.apply(Target.find(root), ours, KV_PATCHES)
     code = (
         "import importlib.util, os, sys\n"
         # Without the package around it, which loads torch.
@@ -230,13 +249,33 @@ def test_the_variable_is_known_to_vllm(base, ours, run_python, monkeypatch):
     assert "['auto', 'batch']" in error
 
 
+def test_the_compiled_module_has_what_vllm_takes_from_it(base, ours):
+    """Upstream's own importer is replaced; on another base there may be more."""
+    _, root = base
+    (step,) = (step for patch in ours.patches for step in patch.built)
+    texts = {
+        each.file: ours.content(each)
+        for patch in ours.patches
+        for each in patch.steps
+        if isinstance(each, Add | Replace)
+    }
+    empty = f"{step.module}.py"
+    taken = {lost.name for lost in missing_names(root, {empty: b""}, empty)}
+    assert taken >= {
+        *("init_module", "python_create_and_map", "python_unmap_and_release")
+    }
+    for files in ({}, texts):
+        found = {**files, step.file: ours.content(step)}
+        assert missing_names(root, found, step.file) == []
+
+
 def test_sleep_drains_copies_once_whoever_calls_for_it(base, ours):
     """vLLM 0.33.0 does so itself, where 0.32.0 needs our call."""
     version, root = base
     path = "vllm/v1/worker/gpu_worker.py"
     target = Target.find(root)
     before = target.original(path)
-    after = results(ours, ours.patches, target.original)[path]
+    after = results(ours, ours.select(KV_PATCHES), target.original)[path]
     assert (after == before) == (version == "0.33.0")
     assert after.count(b"import drain_kv_copies\n") == (version == "0.32.0")
     calls = (b" drain_kv_copies()\n", b".unregister_kv_caches()\n")
@@ -259,7 +298,7 @@ def test_our_base_of_the_connector_comes_first(base, ours):
         "vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py"
     )
     target = Target.find(root)
-    after = results(ours, ours.patches, target.original)[path]
+    after = results(ours, ours.select(KV_PATCHES), target.original)[path]
 
     def bases(content: bytes) -> list[str]:
         return next(

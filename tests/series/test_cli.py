@@ -102,6 +102,22 @@ def test_not_verified_is_a_warning(command, monkeypatch):
     assert (answer["verified"], answer["reason"]) == (False, "no torch")
 
 
+def test_what_does_not_import_here_is_a_warning(command, monkeypatch):
+    monkeypatch.setattr(
+        "vllm_rocm_memory.series.verification.import_failures",
+        lambda target, modules: {m: "no ray" for m in modules if m == "vllm.envs"},
+    )
+    sentence = "vllm.envs does not import here: no ray"
+    assert command("apply")[::2] == (0, f"warning: not verified: {sentence}\n")
+    code, output, error = command("apply", "--json")
+    answer = json.loads(output)
+    assert (code, answer["verified"], answer["reason"], error) == (0, True, None, "")
+    assert answer["not_importable"] == {"vllm.envs": "no ray"}
+    code, output, _ = command("status", "--json")
+    first, second = (patch["reason"] for patch in json.loads(output)["patches"])
+    assert (code, first, second) == (0, "base 1.0", f"base 1.0; {sentence}")
+
+
 def test_upstream_has_it_leaves_nothing_to_do(command, small):
     user = small.root / "vllm" / "pkg" / "user.py"
     user.write_text(f"{user.read_text()}\n    def wait(self):\n        pass\n")

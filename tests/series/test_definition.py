@@ -24,7 +24,10 @@ REPOSITORY = Path(__file__).parents[2]
 def test_the_series_of_the_project_is_well_formed():
     series = load()
     names = [patch.name for patch in series.patches]
-    assert names == ["kv-copy-engine", "kv-transfer-failures"]
+    assert names == [
+        *("kv-copy-engine", "kv-transfer-failures"),
+        *("cumem-sleep", "cumem-graph-pool"),
+    ]
     assert series.files == REPOSITORY
 
 
@@ -42,6 +45,13 @@ def test_every_file_of_ours_is_in_a_step():
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert present == owned
+
+
+def test_the_sources_of_compiled_modules_are_there():
+    built = [step for patch in load().patches for step in patch.built]
+    assert [step.module for step in built] == ["vllm/cumem_allocator"]
+    for source in (path for step in built for path in step.sources):
+        assert (REPOSITORY / source).exists()
 
 
 def test_our_vllm_does_not_shadow_the_installed_one():

@@ -113,7 +113,7 @@ def test_a_patch_that_only_adds_files(small, tmp_path):
     commit_all(small.root)
     git(small.root, "am", str(written))
     extra = small.root / "vllm" / "pkg" / "extra.py"
-    assert extra.read_bytes() == series.source("vllm/pkg/extra.py")
+    assert extra.read_bytes() == series.content(series.patches[0].steps[0])
 
 
 def test_a_sender_git_does_not_know(small, tmp_path, monkeypatch):

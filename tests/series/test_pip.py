@@ -6,23 +6,28 @@ import subprocess
 import sys
 import venv
 import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 
+from vllm_rocm_memory.series.definition import load
+
 REPOSITORY = Path(__file__).parents[2]
-# Enough of vLLM to lay the series over, from the real trees.
-PARTS = ("*.py", "config/*.py", "platforms/*.py", "v1/simple_kv_offload/*.py")
-PARTS += ("v1/worker/*.py", "distributed/kv_transfer/kv_connector/v1/*.py")
+# Enough of vLLM to lay the series over, from the real trees, and some more.
+PARTS = ("*.py", "platforms/*.py", "v1/worker/*.py")
 
 
 def build_wheel(folder: Path, tree: Path, version: str) -> Path:
     info = f"vllm-{version}.dist-info"
+    paths = {path for part in PARTS for path in (tree / "vllm").glob(part)}
+    series = load()
+    paths |= {tree / f for p in series.patches for f in series.upstream_files(p)}
     files = {
-        path.relative_to(tree).as_posix(): path.read_bytes()
-        for part in PARTS
-        for path in sorted((tree / "vllm").glob(part))
+        path.relative_to(tree).as_posix(): path.read_bytes() for path in sorted(paths)
     }
+    # A compiled module of ours wins over it, and goes without it.
+    files["vllm/cumem_allocator.abi3.so"] = b"\x7fELF\0"
     metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
     files[f"{info}/METADATA"] = metadata.encode()
     tag = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
@@ -117,7 +122,7 @@ def test_pip_leaves_nothing_of_ours(environment, wheels, record_faults, snapshot
     environment.install(wheels["0.33.0"])
     assert environment.content() == fresh
 
-    series("apply", "--target", environment.site)
+    series("apply", "--only", "kv-copy-engine", "--target", environment.site)
     environment.compile()
     assert environment.content() > fresh
     environment.pip("uninstall", "-y", "vllm")
@@ -140,5 +145,6 @@ def test_without_the_lines_in_record_there_would_be_something_left(environment, 
     environment.pip("uninstall", "-y", "vllm")
     left = environment.content() - environment.without
     assert "vllm/v1/simple_kv_offload/copy_engine.py" in left
+    assert f"vllm/cumem_allocator{EXTENSION_SUFFIXES[0]}" in left
     assert "vllm/.rocm_memory_series/journal.json" in left
     shutil.rmtree(environment.site / "vllm")

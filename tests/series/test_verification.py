@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result is imported in a fresh process, and blamed only for what it broke."""
 
+import json
 import subprocess
 
 import pytest
 
 from vllm_rocm_memory.series import SeriesError, verification
+from vllm_rocm_memory.series.target import Journal
 from vllm_rocm_memory.series.verification import blame, import_failures
 
 
@@ -16,7 +18,7 @@ def extra(small, text: str) -> None:
 def broken(small, path: str) -> None:
     """The target itself does not import here, with or without the series."""
     file = small.root / path
-    file.write_text("import a_library_for_another_machine\n")
+    file.write_text(f"import a_library_for_another_machine\n{file.read_text()}")
 
 
 def test_what_imports_is_verified(small):
@@ -79,6 +81,45 @@ def test_what_else_breaks_does_not_hide_behind_it(small, snapshot):
     with pytest.raises(SeriesError, match="a_library_that_is_not_there"):
         small.apply("first")
     assert snapshot(small.root) == before
+
+
+def test_what_does_not_import_here_is_left_out_of_the_verification(small, snapshot):
+    """One edited module needs a library that few have; the others do not."""
+    broken(small, "vllm/envs.py")
+    before = snapshot(small.root)
+    error = "ModuleNotFoundError: No module named 'a_library_for_another_machine'"
+    outcome = small.apply(allow_unknown_base=True)
+    assert outcome.not_verified is None
+    assert outcome.not_importable == {"vllm.envs": error}
+    assert small.states() == {"first": "applied", "second": "applied"}
+    assert small.reason("first") == "base 1.0"
+    sentence = f"unknown base, allowed; vllm.envs does not import here: {error}"
+    assert small.reason("second") == sentence
+    again = small.apply()
+    assert again.changed == ()
+    assert again.not_importable == outcome.not_importable
+    assert small.revert("second").not_importable == {}
+    assert small.reason("first") == "base 1.0"
+    small.revert()
+    assert snapshot(small.root) == before
+
+
+def test_a_new_module_that_shares_the_failure_of_another_is_left_out(small):
+    user = small.root / "vllm" / "pkg" / "user.py"
+    user.write_text(f"import no_torch\n{user.read_text()}")
+    extra(small, "import no_torch\ncheck = str\n")
+    outcome = small.apply("first", allow_unknown_base=True)
+    assert set(outcome.not_importable) == {"vllm.pkg.extra", "vllm.pkg.user"}
+    assert small.reason("first").count("does not import here: ModuleNotFound") == 2
+
+
+def test_a_journal_of_the_first_release_is_read(small):
+    small.apply()
+    path = small.root / "vllm/.rocm_memory_series/journal.json"
+    journal = json.loads(path.read_text())
+    assert journal.pop("not_importable") == {}
+    path.write_text(json.dumps(journal))
+    assert Journal.from_bytes(path.read_bytes()).not_importable == {}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wheel carries the series as data, and works without the checkout."""
 
+import csv
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import venv
+import zipfile
+from base64 import urlsafe_b64encode
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+
+import pybind11
 
 from vllm_rocm_memory.series.definition import load
 
@@ -20,6 +27,8 @@ def test_built_package_brings_the_series(tmp_path):
     ours = {path.relative_to(ROOT) for path in (ROOT / "vllm").rglob("*.py")}
     assert ours
     assert {path.relative_to(carried.parent) for path in carried.rglob("*.py")} == ours
+    present = {path.relative_to(carried) for path in carried.rglob("*")}
+    assert not [path for path in present if path.suffix in (".so", ".pyc")]
 
     # the built package alone: neither the checkout nor the editable install
     target = tmp_path / "target"
@@ -57,3 +66,77 @@ def test_a_build_without_torch_leaves_out_what_needs_it(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "device_memory is left out" in " ".join(result.stderr.split())
+
+
+def test_the_compiled_module_needs_no_torch_and_travels_in_the_wheel(tmp_path):
+    """Built as `pip install .` does, with pybind11 and nothing else."""
+    bare = tmp_path / "bare"
+    venv.create(bare, with_pip=False)
+    (site,) = bare.glob("lib/python3.*/site-packages")
+    (site / "pybind11").symlink_to(Path(pybind11.__file__).parent)
+    built = tmp_path / "lib"
+    native = built / "vllm_rocm_memory" / "_native"
+    tools = Path(sys.executable).parent
+    configure = [
+        *(tools / "cmake", "-S", ROOT / "csrc", "-B", tmp_path / "build", "-G"),
+        *("Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"),
+        f"-DPython_EXECUTABLE={bare / 'bin' / 'python'}",
+        # The quickest to compile, and what a wheel has is compiled from the same text.
+        *(f"-DNATIVE_DIR={native}", "-DCMAKE_BUILD_TYPE=Debug"),
+    ]
+    for command in (configure, [tools / "cmake", "--build", tmp_path / "build"]):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=250)
+        assert run.returncode == 0, run.stdout + run.stderr
+    (module,) = native.iterdir()
+    assert module.name == f"cumem_allocator{EXTENSION_SUFFIXES[0]}"
+    load_it = "import sys; sys.path[0] = sys.argv[1]; import cumem_allocator"
+    command = [bare / "bin" / "python", "-c", load_it, native]
+    subprocess.run(command, check=True, timeout=60)
+
+    # the rest of the wheel's build would compile the simulator too
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    settings = tmp_path / "settings.cfg"
+    settings.write_text(f"[build]\nbuild_lib = {built}\n")
+    subprocess.run(
+        [
+            *(sys.executable, "setup.py", "-q", "egg_info", f"--egg-base={tmp_path}"),
+            *("bdist_wheel", "--skip-build", f"--dist-dir={tmp_path}"),
+            f"--bdist-dir={tmp_path / 'bdist'}",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "DIST_EXTRA_CONFIG": str(settings)},
+        check=True,
+        timeout=120,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{tag}-{tag}-linux" in wheel.name, "it is for one Python and machine"
+
+    name = f"vllm_rocm_memory/_native/{module.name}"
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        (record,) = (n for n in archive.namelist() if n.endswith("/RECORD"))
+        rows = csv.reader(archive.read(record).decode().splitlines())
+        listed = {path: digest for path, digest, _ in rows}
+        digest = hashlib.sha256(archive.read(name)).digest()
+        spelled = urlsafe_b64encode(digest).rstrip(b"=").decode()
+        assert listed[name] == f"sha256={spelled}"
+        archive.extractall(site)
+
+    script = (
+        "from vllm_rocm_memory.series.definition import load; series = load()\n"
+        "steps = [step for patch in series.patches for step in patch.built]\n"
+        "print([series.content(step) == series.native.joinpath("
+        f"{module.name!r}).read_bytes() for step in steps], series.native)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert result.stdout == f"[True] {site / 'vllm_rocm_memory' / '_native'}\n"

@@ -12,7 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vllm_rocm_memory.series import SeriesError
-from vllm_rocm_memory.series.definition import DEFINITION, Add, Patch, Series, load
+from vllm_rocm_memory.series.definition import (
+    DEFINITION,
+    Add,
+    AddBuilt,
+    Patch,
+    Series,
+    load,
+)
 from vllm_rocm_memory.series.target import Target
 from vllm_rocm_memory.series.transaction import digest
 
@@ -28,7 +35,7 @@ def recognise(series: Series, patch: Patch, target: Target) -> str:
         UnknownBaseError: naming the files that fit no base, with both sums.
     """
     for step in patch.steps:
-        if not isinstance(step, Add):
+        if not isinstance(step, Add | AddBuilt):
             continue
         found = digest(target.original(step.file))
         if found is not None:

@@ -2,10 +2,15 @@
 """Does a module that we replace still give the rest of vLLM what it imports?"""
 
 import ast
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from vllm_rocm_memory.series import SeriesError
 from vllm_rocm_memory.series.target import module_name
 
 
@@ -21,7 +26,7 @@ class MissingName:
 def missing_names(
     root: Path, results: Mapping[str, bytes], replaced: str
 ) -> list[MissingName]:
-    """Names that the tree takes from a replaced module and that it lacks.
+    """Names that the tree takes from a module of ours and that it lacks.
 
     Sees ``from module import name``, absolute and relative, and attributes of a
     module that was imported by name. What is looked up by a computed name is not seen.
@@ -29,14 +34,21 @@ def missing_names(
     Args:
         root: holds the tree's ``vllm/``.
         results: our content by path; stands for what is on disk.
-        replaced: path of the replaced module.
+        replaced: path of our module, which is of this Python if it is compiled.
+
+    Raises:
+        SeriesError: a compiled module does not load.
     """
     module = module_name(replaced)
     last = module.rpartition(".")[2].encode()
-    exported = _exported(ast.parse(results[replaced]))
+    if replaced.endswith(".py"):
+        exported = _exported(ast.parse(results[replaced]))
+    else:
+        exported = _loaded(replaced, results[replaced])
     paths = {path.relative_to(root).as_posix() for path in root.glob("vllm/**/*.py")}
     missing = []
-    for path in sorted({*paths, *results} - {replaced}):
+    ours = {path for path in results if path.endswith(".py")}
+    for path in sorted({*paths, *ours} - {replaced}):
         content = results[path] if path in results else (root / path).read_bytes()
         # Parsing all of vLLM takes most of a minute.
         if last not in content:
@@ -45,6 +57,39 @@ def missing_names(
             if name not in exported:
                 missing.append(MissingName(path, module, name))
     return missing
+
+
+_SCRIPT = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location(*sys.argv[1:])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(json.dumps(dir(module)))
+"""
+LOAD_TIMEOUT_S = 60
+
+
+def _loaded(path: str, content: bytes) -> set[str]:
+    """Every name of a compiled module, which only a process that loads it can tell."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, PurePosixPath(path).name)
+        file.write_bytes(content)
+        command = [sys.executable, "-c", _SCRIPT, module_name(path), str(file)]
+        try:
+            process = subprocess.run(
+                command,
+                cwd=folder,
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                timeout=LOAD_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SeriesError(f"{path} does not load in {LOAD_TIMEOUT_S} s") from error
+    if process.returncode != 0:
+        last = process.stderr.strip().rpartition("\n")[2]
+        raise SeriesError(f"{path} does not load: {last}")
+    return set(json.loads(process.stdout))
 
 
 def _exported(tree: ast.Module) -> set[str]:

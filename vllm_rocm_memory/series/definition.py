@@ -9,12 +9,18 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vllm_rocm_memory.series import SeriesError
 
 DEFINITION = Path(__file__).with_name("series.toml")
+# Where the build puts compiled modules: setup.py's CMakeBuild.
+NATIVE = Path(__file__).parents[1] / "_native"
+# The import system tries it before .abi3.so, so that a module of ours wins over one
+# of upstream's beside it.
+EXTENSION_SUFFIX = EXTENSION_SUFFIXES[0]
 # Above this many edited functions and classes a file is easier to own than to edit.
 MAX_EDITED_PLACES = 3
 
@@ -24,6 +30,24 @@ class Add:
     """A file that upstream does not have."""
 
     file: str
+
+
+@dataclass(frozen=True)
+class AddBuilt:
+    """A compiled module that upstream does not have under this file name.
+
+    Attributes:
+        module: its path in the target without a suffix, such as ``vllm/name``.
+        sources: where its source lies in the project.
+    """
+
+    module: str
+    sources: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        """Its path in the target, for the Python that runs us."""
+        return f"{self.module}{EXTENSION_SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +101,7 @@ class Register:
     comment: str | None = None
 
 
-Step = Add | Replace | Edit | AddBase | Register
+Step = Add | AddBuilt | Replace | Edit | AddBase | Register
 
 
 @dataclass(frozen=True)
@@ -106,6 +130,11 @@ class Patch:
         """The files that the steps touch, each once, in order."""
         return tuple(dict.fromkeys(step.file for step in self.steps))
 
+    @property
+    def built(self) -> tuple[AddBuilt, ...]:
+        """The compiled modules that it adds."""
+        return tuple(step for step in self.steps if isinstance(step, AddBuilt))
+
 
 @dataclass(frozen=True)
 class Series:
@@ -114,11 +143,13 @@ class Series:
     Attributes:
         files: the folder that holds our ``vllm/``.
         bases: version -> path -> sha256 of upstream's file.
+        native: the folder that holds our compiled modules.
     """
 
     patches: tuple[Patch, ...]
     files: Path
     bases: Mapping[str, Mapping[str, str]]
+    native: Path = NATIVE
 
     @cached_property
     def _added(self) -> frozenset[str]:
@@ -126,23 +157,36 @@ class Series:
             step.file
             for patch in self.patches
             for step in patch.steps
-            if isinstance(step, Add)
+            if isinstance(step, Add | AddBuilt)
         )
 
     def upstream_files(self, patch: Patch) -> tuple[str, ...]:
         """Files of upstream's that `patch` touches: they identify its base."""
         return tuple(file for file in patch.files if file not in self._added)
 
-    def source(self, file: str) -> bytes:
-        """Our content of an added or replaced file."""
-        return (self.files / file).read_bytes()
+    def content(self, step: Add | AddBuilt | Replace) -> bytes:
+        """Our content of an added or replaced file.
+
+        Raises:
+            SeriesError: a compiled module was not built for this Python.
+        """
+        if not isinstance(step, AddBuilt):
+            return (self.files / step.file).read_bytes()
+        built = self.native / PurePosixPath(step.file).name
+        try:
+            return built.read_bytes()
+        except FileNotFoundError as error:
+            raise SeriesError(
+                f"{built} was not built: run `make setup` in a checkout, or install "
+                "vllm-rocm-memory again with the Python that runs vLLM"
+            ) from error
 
     def fingerprint(self, patch: Patch) -> str:
         """Changes whenever what `patch` does to a given base changes."""
         digest = hashlib.sha256(repr(patch.steps).encode())
         for step in patch.steps:
-            if isinstance(step, Add | Replace):
-                digest.update(hashlib.sha256(self.source(step.file)).digest())
+            if isinstance(step, Add | AddBuilt | Replace):
+                digest.update(hashlib.sha256(self.content(step)).digest())
         return digest.hexdigest()
 
     def select(self, names: Iterable[str]) -> tuple[Patch, ...]:
@@ -172,12 +216,15 @@ def files_folder() -> Path:
     )
 
 
-def load(definition: Path = DEFINITION, files: Path | None = None) -> Series:
+def load(
+    definition: Path = DEFINITION, files: Path | None = None, native: Path = NATIVE
+) -> Series:
     """Read and check a series.
 
     Args:
         definition: the ``series.toml``; ``bases.json`` lies beside it.
         files: the folder that holds our ``vllm/``; found if not given.
+        native: the folder that holds our compiled modules.
 
     Raises:
         SeriesError: naming every patch and field that is wrong.
@@ -191,7 +238,8 @@ def load(definition: Path = DEFINITION, files: Path | None = None) -> Series:
     problems = list(_problems(entries, files))
     if problems:
         raise SeriesError(f"{definition.name}: {'; '.join(problems)}")
-    return Series(tuple(_patch(entry) for entry in entries["patch"]), files, bases)
+    patches = tuple(_patch(entry) for entry in entries["patch"])
+    return Series(patches, files, bases, native)
 
 
 def _patch(entry: dict[str, Any]) -> Patch:
@@ -212,6 +260,8 @@ def _step(item: dict[str, Any]) -> Step:
     kind: Callable[..., Step] = _KINDS[item.pop("kind")]
     if "imports" in item:
         item["imports"] = tuple(item["imports"])
+    if "built" in item:
+        return AddBuilt(item["built"], tuple(item["sources"]))
     if "class" in item:
         imports = item.get("imports", ())
         return AddBase(item["file"], item["class"], item["text"], imports)
@@ -235,13 +285,13 @@ _PATCH_FIELDS = {
     "step": list,
 }
 _REQUIRED: dict[str, dict[str, type]] = {
-    "add": {"file": str},
+    "add": {},
     "replace": {"file": str},
     "edit": {"file": str, "operation": str, "text": str},
     "register": {"file": str, "key": str},
 }
 _OPTIONAL: dict[str, dict[str, type]] = {
-    "add": {},
+    "add": {"file": str, "built": str, "sources": list},
     "replace": {},
     "edit": {
         "function": str,
@@ -323,6 +373,12 @@ def _step_problems(step: dict[str, Any], files: Path, owned: set[str]) -> Iterat
     if wrong:
         yield from wrong
         return
+    if kind == "add" and "file" not in step:
+        yield from _built_problems(step, owned)
+        return
+    if "built" in step or "sources" in step:
+        yield "fields 'built' and 'sources' take the place of field 'file'"
+        return
     file = step["file"]
     path = PurePosixPath(file)
     if path.parts[0] != "vllm" or ".." in path.parts or path.suffix != ".py":
@@ -337,6 +393,22 @@ def _step_problems(step: dict[str, Any], files: Path, owned: set[str]) -> Iterat
         yield from _edit_problems(step)
     else:
         yield from _register_problems(step)
+
+
+def _built_problems(step: dict[str, Any], owned: set[str]) -> Iterator[str]:
+    if "built" not in step or "sources" not in step:
+        yield "needs field 'file', or fields 'built' and 'sources'"
+        return
+    built = step["built"]
+    parts = built.split("/")
+    if parts[0] != "vllm" or len(parts) < 2 or not all(map(str.isidentifier, parts)):
+        yield f"field 'built' is {built!r}, not a module below vllm/ without a suffix"
+    for source in step["sources"]:
+        if not re.fullmatch(r"csrc(/[\w-]+)+(\.cpp)?", str(source)):
+            yield f"field 'sources' holds {source!r}, not a path below csrc/"
+    if built in owned:
+        yield f"{built} is added already"
+    owned.add(built)
 
 
 def _edit_problems(step: dict[str, Any]) -> Iterator[str]:

@@ -225,15 +225,33 @@ def _only(found: list[cst.CSTNode], anchor: str, function: str) -> cst.CSTNode:
 
 
 class _Swap(cst.CSTTransformer):
-    def __init__(self, old: cst.CSTNode, new: _Replacement) -> None:
+    def __init__(
+        self, old: cst.CSTNode, new: _Replacement, around: Sequence[cst.CSTNode]
+    ) -> None:
         self.old, self.new = old, new
+        self.around = {id(node) for node in around}
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        # What is not visited is not copied, and copying takes most of an edit's time.
+        return id(node) in self.around
 
     def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> Any:
         return self.new if original is self.old else updated
 
 
 def _swap(module: cst.Module, old: cst.CSTNode, new: _Replacement) -> cst.Module:
-    return module.visit(_Swap(old, new))
+    return module.visit(_Swap(old, new, _around(module, old)))
+
+
+def _around(outer: cst.CSTNode, node: cst.CSTNode) -> list[cst.CSTNode]:
+    """`outer` and what it holds that holds `node`; nothing where it does not."""
+    children = outer.children
+    if any(child is node for child in children):
+        return [outer]
+    for child in children:
+        if found := _around(child, node):
+            return [outer, *found]
+    return []
 
 
 def _statements(

@@ -5,7 +5,8 @@ import os
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_rocm_memory.series import SeriesError
@@ -28,6 +29,8 @@ def export(
 ) -> list[Path]:
     """Write one file a patch into `folder`, in the order in which they apply.
 
+    Compiled modules are left out; the text of their patch says where the source lies.
+
     They apply to the vLLM that `target` was before the series: git compares the
     touched files only. A patch that has nothing to do there gets no file: `git am`
     would stop at it.
@@ -43,10 +46,11 @@ def export(
         target.require_settled()
         patches = tuple(p for p in patches if not skip_reason(target, p))
         require_bases(target, series, patches, allow_unknown_base)
-        stages = [
-            results(series, patches[: count + 1], target.original)
-            for count in range(len(patches))
-        ]
+        texts = tuple(
+            replace(p, steps=tuple(s for s in p.steps if s not in p.built))
+            for p in patches
+        )
+        stages = list(_stages(series, texts, target))
         originals = {path: target.original(path) for each in stages for path in each}
     with tempfile.TemporaryDirectory() as scratch:
         git = _Repository(Path(scratch))
@@ -61,9 +65,29 @@ def export(
         return git.format(count, folder)
 
 
+def _stages(
+    series: Series, patches: Iterable[Patch], target: Target
+) -> Iterator[dict[str, bytes]]:
+    """What each patch makes of what the ones before it left."""
+    files: dict[str, bytes] = {}
+
+    def there(path: str) -> bytes | None:
+        return files[path] if path in files else target.original(path)
+
+    for patch in patches:
+        stage = results(series, [patch], there)
+        files |= stage
+        yield stage
+
+
 def _message(patch: Patch) -> str:
     links = "".join(f"Link: {link}\n" for link in patch.upstream)
     paragraphs = [patch.title, *_filled(patch.why), *_filled(patch.how)]
+    for step in patch.built:
+        paragraphs += _filled(
+            f"This patch does not carry the compiled module {step.module}, which the "
+            f"project vllm-rocm-memory builds from its {', '.join(step.sources)}."
+        )
     paragraphs += _filled(f"Not needed any more when {patch.drop_when}")
     return "\n\n".join([*paragraphs, links])
 

@@ -4,14 +4,16 @@
 import difflib
 import enum
 import io
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from vllm_rocm_memory.series import SeriesError, record, verification
 from vllm_rocm_memory.series.bases import UnknownBaseError, recognise
 from vllm_rocm_memory.series.compatibility import missing_names
-from vllm_rocm_memory.series.definition import Patch, Replace, Series
+from vllm_rocm_memory.series.definition import AddBuilt, Patch, Replace, Series
 from vllm_rocm_memory.series.steps import results
 from vllm_rocm_memory.series.target import (
     FOLDER,
@@ -59,12 +61,15 @@ class Outcome:
         skipped: patches that upstream already has, with the reason.
         changed: the paths below vllm/ that change.
         not_verified: why the result was not verified by import, if so.
+        not_importable: module -> error, of those that do not import here with or
+            without the series, where the others were verified.
     """
 
     patches: tuple[str, ...]
     skipped: Mapping[str, str]
     changed: tuple[str, ...]
     not_verified: str | None
+    not_importable: Mapping[str, str]
 
 
 def status(
@@ -94,6 +99,7 @@ def _state(
         for path in (*applied.files, *target.journal.records):
             if path in drifts:
                 return State.DRIFTED, drifts[path]
+        require_python(target, patch)
         if applied.fingerprint != series.fingerprint(patch):
             return (
                 State.NOT_APPLIED,
@@ -103,6 +109,7 @@ def _state(
     held = skip_reason(target, patch)
     if held:
         return State.UPSTREAM_HAS_IT, held
+    require_python(target, patch)
     try:
         return State.NOT_APPLIED, f"base {recognise(series, patch, target)}"
     except UnknownBaseError as error:
@@ -111,8 +118,16 @@ def _state(
 
 def _applied_reason(target: Target, applied: AppliedPatch) -> str:
     base = f"base {applied.base}" if applied.base else "unknown base, allowed"
-    unverified = target.journal.not_verified
-    return f"{base}; not verified by import: {unverified}" if unverified else base
+    if unverified := target.journal.not_verified:
+        return f"{base}; not verified by import: {unverified}"
+    modules = [module_name(path) for path in applied.files]
+    failures = target.journal.not_importable
+    sentences = [does_not_import(m, failures[m]) for m in modules if m in failures]
+    return "; ".join([base, *sentences])
+
+
+def does_not_import(module: str, error: str) -> str:
+    return f"{module} does not import here: {error}"
 
 
 def skip_reason(target: Target, patch: Patch) -> str | None:
@@ -190,6 +205,8 @@ def diff(
             after = {path: target.read(path) for path in target.journal.files}
         else:
             patches = tuple(p for p in patches if not skip_reason(target, p))
+            for patch in patches:
+                require_python(target, patch)
             require_bases(target, series, patches, allow_unknown_base)
             after = {**results(series, patches, target.original)}
         return "".join(
@@ -204,6 +221,14 @@ def _lines(content: bytes | None) -> list[str]:
     return io.StringIO((content or b"").decode(), newline="\n").readlines()
 
 
+def _is_binary(content: bytes | None) -> bool:
+    # Git's own sign; what is no UTF-8 cannot be shown as lines here either.
+    try:
+        return "\0" in (content or b"").decode()
+    except UnicodeDecodeError:
+        return True
+
+
 def _unified(path: str, before: bytes | None, after: bytes | None) -> Iterator[str]:
     if before == after:
         return
@@ -211,11 +236,16 @@ def _unified(path: str, before: bytes | None, after: bytes | None) -> Iterator[s
     yield f"diff --git a/{path} b/{path}\n"
     if before is None:
         yield "new file mode 100644\n"
+    old = "/dev/null" if before is None else f"a/{path}"
+    new = "/dev/null" if after is None else f"b/{path}"
+    if _is_binary(before) or _is_binary(after):
+        yield f"Binary files {old} and {new} differ\n"
+        return
     lines = difflib.unified_diff(
         _lines(before),
         _lines(after),
-        "/dev/null" if before is None else f"a/{path}",
-        "/dev/null" if after is None else f"b/{path}",
+        old,
+        new,
     )
     for line in lines:
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
@@ -265,6 +295,22 @@ def _require_needed(target: Target, series: Series, patches: Iterable[Patch]) ->
             raise SeriesError(f"{uses}: give --only for both of them, or for none")
 
 
+def require_python(target: Target, patch: Patch) -> None:
+    """Refuse a compiled module where another Python would look for it in vain.
+
+    Raises:
+        SeriesError: naming both Pythons. Most checkouts are of no Python at all.
+    """
+    # lib/pythonX.Y of a CPython, with a "t" behind it for a free-threaded one.
+    ours = Path(sysconfig.get_path("stdlib")).name
+    if patch.built and target.python not in (None, ours):
+        raise SeriesError(
+            f"patch {patch.name} brings {patch.built[0].file}, compiled for {ours}, "
+            f"and {target.root} belongs to {target.python}: install vllm-rocm-memory "
+            "with that Python and run it from there"
+        )
+
+
 def require_bases(
     target: Target, series: Series, patches: tuple[Patch, ...], allow_unknown: bool
 ) -> dict[str, str | None]:
@@ -300,6 +346,8 @@ def _change_to(
     skipped: Mapping[str, str],
 ) -> Outcome:
     """Leave the target with exactly `patches`."""
+    for patch in patches:
+        require_python(target, patch)
     bases = require_bases(target, series, patches, allow_unknown_base)
     files = results(series, patches, target.original)
     if None in bases.values():
@@ -323,11 +371,11 @@ def _change_to(
             if patches
         },
         not_verified=target.journal.not_verified if patches else None,
+        not_importable=target.journal.not_importable if patches else {},
     )
     change = _change(target, journal, files)
-    not_verified = journal.not_verified
     if change and not dry_run:
-        not_verified = _carry_out(target, journal, files)
+        journal = _carry_out(target, journal, files)
     return Outcome(
         patches=tuple(patch.name for patch in patches),
         skipped=skipped,
@@ -336,7 +384,8 @@ def _change_to(
             for path in change
             if path.startswith("vllm/") and not path.startswith(f"{FOLDER}/")
         ),
-        not_verified=not_verified,
+        not_verified=journal.not_verified,
+        not_importable=journal.not_importable,
     )
 
 
@@ -344,11 +393,11 @@ def _require_compatible(
     target: Target, patch: Patch, files: Mapping[str, bytes]
 ) -> None:
     for step in patch.steps:
-        if isinstance(step, Replace):
+        if isinstance(step, AddBuilt | Replace):
             for lost in missing_names(target.root, files, step.file):
                 raise SeriesError(
                     f"patch {patch.name} does not fit this vLLM: {lost.importer} takes "
-                    f"{lost.name} from {lost.module}, which our file does not have"
+                    f"{lost.name} from {lost.module}, which ours does not have"
                 )
 
 
@@ -383,16 +432,14 @@ def _change(
     return change
 
 
-def _carry_out(
-    target: Target, journal: Journal, files: Mapping[str, bytes]
-) -> str | None:
-    """Install the change, verify it, make it final; returns why it is not verified."""
+def _carry_out(target: Target, journal: Journal, files: Mapping[str, bytes]) -> Journal:
+    """Install the change, verify it, make it final; returns the journal it leaves."""
     # What stays upstream's imports as before, or does not.
     changed = [p for p, file in journal.files.items() if file.applied != file.original]
     modules = [module_name(path) for path in changed]
     existed = [module_name(path) for path in changed if target.read(path) is not None]
     transaction = target.transaction
-    verified = replace(journal, not_verified=None)
+    verified = replace(journal, not_verified=None, not_importable={})
     transaction.install(_change(target, verified, files))
     try:
         after = verification.import_failures(target, modules) if modules else {}
@@ -401,7 +448,7 @@ def _carry_out(
         raise
     if not after:
         transaction.commit()
-        return None
+        return verified
     transaction.undo()
     before = verification.import_failures(target, existed)
     for module, error in verification.blame(after, before, existed).items():
@@ -409,7 +456,10 @@ def _carry_out(
             f"the result does not import ({module}: {error}), which is not so without "
             "it: the target is left as it was"
         )
-    reason = next(iter(after.values()))
-    transaction.install(_change(target, replace(journal, not_verified=reason), files))
+    if len(after) == len(modules):
+        partly = replace(verified, not_verified=next(iter(after.values())))
+    else:
+        partly = replace(verified, not_importable=after)
+    transaction.install(_change(target, partly, files))
     transaction.commit()
-    return reason
+    return partly

@@ -7,6 +7,7 @@ from vllm_rocm_memory.series import SeriesError
 from vllm_rocm_memory.series.definition import (
     Add,
     AddBase,
+    AddBuilt,
     Edit,
     Patch,
     Register,
@@ -48,14 +49,14 @@ def results(
 
 
 def _run(series: Series, step: Step, before: bytes | None) -> bytes:
-    if isinstance(step, Add):
+    if isinstance(step, Add | AddBuilt):
         if before is not None:
             raise SeriesError("the file to add exists already")
-        return series.source(step.file)
+        return series.content(step)
     if before is None:
         raise SeriesError("there is no such file")
     if isinstance(step, Replace):
-        return series.source(step.file)
+        return series.content(step)
     after = _edited(step, before)
     compile(after, step.file, "exec", dont_inherit=True)
     return after

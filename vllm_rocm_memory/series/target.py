@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,12 +58,15 @@ class Journal:
     Attributes:
         records: RECORD path -> sha256 of its original.
         not_verified: why the result could not be verified by import, if so.
+        not_importable: module -> error, of those that do not import here with or
+            without the series, where others do.
     """
 
     patches: Mapping[str, AppliedPatch] = field(default_factory=dict)
     files: Mapping[str, AppliedFile] = field(default_factory=dict)
     records: Mapping[str, str] = field(default_factory=dict)
     not_verified: str | None = None
+    not_importable: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
@@ -81,6 +85,8 @@ class Journal:
             files={path: AppliedFile(**file) for path, file in fields["files"].items()},
             records=fields["records"],
             not_verified=fields["not_verified"],
+            # Journals of the first release have no such field.
+            not_importable=fields.get("not_importable", {}),
         )
 
 
@@ -177,6 +183,12 @@ class Target:
                 "damaged: reinstall vLLM"
             )
         return kept
+
+    @property
+    def python(self) -> str | None:
+        """Whose site-packages it is, such as ``python3.11``, where its path tells."""
+        name = self.root.parent.name
+        return name if re.fullmatch(r"(python|pypy)\d+\.\d+t?", name) else None
 
     @cached_property
     def journal(self) -> Journal:
@@ -291,9 +303,10 @@ class Target:
 
 
 def module_name(path: str) -> str:
-    """``vllm/a/b.py`` -> ``vllm.a.b``."""
-    parts = PurePosixPath(path).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    """``vllm/a/b.py`` or ``vllm/a/b.cpython-311.so`` -> ``vllm.a.b``."""
+    *package, name = PurePosixPath(path).parts
+    last = name.partition(".")[0]
+    return ".".join(package if last == "__init__" else [*package, last])
 
 
 def _is_vllm(package: Path) -> bool:
