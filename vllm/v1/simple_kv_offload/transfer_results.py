@@ -20,6 +20,7 @@ computes (``store_specs``).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from vllm.v1.simple_kv_offload.metadata import (
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
     from vllm.v1.simple_kv_offload.manager import (
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadStats
     from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
+_STORE_POLL_SECONDS = 0.001
 
 # Requests that are computed because their load failed. No other pool of the process is
 # asked for them: where several loads fail at once, vLLM's scheduler would let a request
@@ -219,6 +222,23 @@ def drain_kv_copies() -> None:
         for connector in _with_children(get_kv_transfer_group()):
             if isinstance(connector, WorkerTransfers):
                 connector.unregister_kv_caches()
+
+
+def finish_kv_stores(engine_core: EngineCore) -> None:
+    """Step an engine until its stores are done, before its caches are reset.
+
+    A server's loop has done so when a pause gets here. An engine that runs in its
+    caller's process steps only when asked, and the reset would fail.
+    """
+    connector = engine_core.scheduler.get_kv_connector()
+    ours = [
+        each
+        for each in (() if connector is None else _with_children(connector))
+        if isinstance(each, WorkerTransfers)
+    ]
+    while any(each.has_pending_push_work() for each in ours):
+        engine_core.step_fn()
+        time.sleep(_STORE_POLL_SECONDS)
 
 
 def _with_children(connector: KVConnectorBase_V1) -> Iterator[KVConnectorBase_V1]:

@@ -1,0 +1,719 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory that can be given back and had again at the same addresses.
+
+Note [Sleep and wake]
+Tensors made inside `CuMemAllocator.use_memory_pool` lie in ranges of addresses that the
+compiled module reserves. Sleep takes the physical memory from the ranges and keeps the
+addresses, so that every tensor and every captured graph is right again after the wake.
+
+An allocation is mapped, asleep with a backup, or asleep without one, and the compiled
+module is asked which (`is_mapped`) whenever a call of it has failed. Sleep copies
+everything out before it unmaps anything. Wake maps everything that it was asked for
+before it restores anything, and takes its own mappings back when it cannot go on. A
+call that raises has therefore left each allocation as it was or as it was asked to be,
+and the same call may be made again.
+
+Touching and locking host memory takes longer than copying to it, so the memory of a
+backup stays for the next sleep that needs as much, until `trim_host_memory` is called.
+
+Note [Locks]
+PyTorch calls `_python_free_callback` with the mutex of its caching allocator held, from
+any thread, and also from inside our own calls whenever Python collects garbage. So
+
+* the callback never waits for the lock. What is freed goes onto a list, and whoever has
+  the lock, or gets it, frees what is on it. The list is looked at again after each
+  release of the lock, so nothing stays on it because of an unlucky moment.
+* nothing under the lock may need PyTorch's mutex: no allocation on the device, no
+  `empty_cache`, no snapshot of a pool.
+* the malloc callback does not take the lock at all; sleep, wake and discard work on the
+  allocations that existed when they began.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from vllm.device_allocator import DEFERRABLE_TAGS, AllocationData, HandleType
+from vllm.device_allocator.alloc_conf import (
+    EXPANDABLE_SEGMENTS,
+    conf_flag_enabled,
+    current_alloc_conf,
+    set_alloc_conf,
+    with_conf_flag,
+)
+from vllm.device_allocator.host_capacity import check_host_capacity, readable
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+if TYPE_CHECKING:
+    from torch.cuda.memory import CUDAPluggableAllocator, MemPool
+    from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+
+    _PoolAndAllocator: TypeAlias = tuple[MemPool, CUDAPluggableAllocator]
+
+    cumem_available: bool
+    libcudart: CudaRTLibrary
+
+_module: Any = None
+_missing: str | None = None
+try:
+    _module = importlib.import_module("vllm.cumem_allocator")
+except ImportError as error:
+    _missing = (
+        f"vllm.cumem_allocator cannot be imported ({error}); `vllm-rocm-memory apply`, "
+        "run with this Python, puts it there"
+    )
+else:
+    if not hasattr(_module, "suspend"):
+        _missing = (
+            f"{_module.__file__} is vLLM's own module and not the series'; "
+            "`vllm-rocm-memory apply`, run with this Python, puts that there"
+        )
+
+
+def unavailable_reason() -> str | None:
+    """Why there is no cuMem allocator in this process, and what to do, or None."""
+    if _missing is not None:
+        return _missing
+    try:
+        _module.driver()
+    except RuntimeError as error:
+        return (
+            f"there is no GPU driver ({error}); a ROCm or CUDA build of PyTorch loads "
+            "it, and in a container the GPU has to be passed through"
+        )
+    return None
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # A driver may be loaded after this module, by torch or by a platform.
+        if name == "cumem_available":
+            return unavailable_reason() is None
+        if name == "libcudart":
+            from vllm.distributed.device_communicators.cuda_wrapper import (
+                CudaRTLibrary,
+            )
+
+            globals()[name] = CudaRTLibrary()
+            return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def create_and_map(allocation_handle: HandleType) -> None:
+    """Give an allocation new physical memory.
+
+    Args:
+        allocation_handle: Of a range without memory.
+
+    Raises:
+        RuntimeError: The driver refused, and nothing has changed. The module's
+            ``OutOfMemoryError``, a subclass, if it was for want of memory.
+
+    """
+    _module.python_create_and_map(*allocation_handle)
+
+
+def unmap_and_release(allocation_handle: HandleType) -> None:
+    """Give an allocation's physical memory back; the address stays reserved.
+
+    Args:
+        allocation_handle: Of a range with memory.
+
+    Raises:
+        RuntimeError: The driver refused.
+
+    """
+    _module.python_unmap_and_release(*allocation_handle)
+
+
+def get_pluggable_allocator(
+    python_malloc_fn: Callable[[HandleType], None],
+    python_free_func: Callable[[int], HandleType | None],
+) -> CUDAPluggableAllocator:
+    """PyTorch's view of the compiled module, which calls these two functions.
+
+    Args:
+        python_malloc_fn: Called with the handle of each new range.
+        python_free_func: Called with the address of a range that PyTorch frees. The
+            module frees it, unless the function returns None: it then has done so, or
+            will, with the module's ``free``.
+
+    """
+    _module.init_module(python_malloc_fn, python_free_func)
+    return _pluggable_allocator(torch.cuda.memory.CUDAPluggableAllocator)
+
+
+@functools.cache
+def _pluggable_allocator(kind: type[CUDAPluggableAllocator]) -> CUDAPluggableAllocator:
+    # One for every pool, and for as long as Python lives: PyTorch has a bare pointer to
+    # it in every block that outlives its pool (pytorch/pytorch#171962).
+    return kind(_module.__file__, "my_malloc", "my_free")
+    return torch.cuda.memory.CUDAPluggableAllocator(
+        _module.__file__, "my_malloc", "my_free"
+    )
+
+
+@contextmanager
+def use_memory_pool_with_allocator(
+    python_malloc_fn: Callable[[HandleType], None],
+    python_free_func: Callable[[int], HandleType | None],
+) -> Iterator[tuple[MemPool, CUDAPluggableAllocator]]:
+    """Allocate from a new pool of the compiled module in the calling thread."""
+    allocator = get_pluggable_allocator(python_malloc_fn, python_free_func)
+    pool = torch.cuda.memory.MemPool(allocator._allocator)
+    with torch.cuda.memory.use_mem_pool(pool):
+        yield pool, allocator
+
+
+@contextmanager
+def _without_expandable_segments() -> Iterator[None]:
+    # PyTorch cannot serve a pool from expandable segments (pytorch/pytorch#147851).
+    # A write replaces the whole configuration, so every other option is written too.
+    conf = current_alloc_conf()
+    if not conf_flag_enabled(conf, EXPANDABLE_SEGMENTS):
+        yield
+        return
+    set_alloc_conf(with_conf_flag(conf, EXPANDABLE_SEGMENTS, False))
+    try:
+        yield
+    finally:
+        set_alloc_conf(conf)
+
+
+_UNCHANGED = "nothing has changed, and the call may be repeated"
+
+
+class _TagScopes(threading.local):
+    """The tags that a thread is inside, innermost last."""
+
+    def __init__(self) -> None:
+        self.tags: list[str] = []
+
+
+class CuMemAllocator:
+    """Tagged device memory that can sleep; see Note [Sleep and wake].
+
+    There is one a process, since the compiled module knows one pair of callbacks:
+    `get_instance` has it.
+
+    Attributes:
+        pointer_to_data: The live allocations by address. One that is freed while
+            another call has the lock stays here until that call ends.
+        allocator_and_pools: The pools by tag, each with PyTorch's view of the module.
+        current_tag: What the calling thread allocates has this tag. Only
+            ``use_memory_pool`` and ``cudagraph_pool`` change it.
+
+    """
+
+    instance: CuMemAllocator | None = None
+    default_tag: str = "default"
+
+    @classmethod
+    def get_instance(cls) -> CuMemAllocator:
+        """The allocator of this process, made when it is first asked for.
+
+        Raises:
+            RuntimeError: There is none here; the message says why and what to do.
+
+        """
+        if cls.instance is not None:
+            return cls.instance
+        reason = unavailable_reason()
+        if reason is not None:
+            raise RuntimeError(f"sleep mode is not available: {reason}")
+        cls.instance = made = cls()
+        atexit.register(made._release_at_exit)
+        return made
+
+    def __init__(self) -> None:
+        self.pointer_to_data: dict[int, AllocationData] = {}
+        self.allocator_and_pools: dict[str, list[_PoolAndAllocator]] = {}
+        # bound methods are made anew at each access, and the module keeps these two
+        self.python_malloc_callback = self._python_malloc_callback
+        self.python_free_callback = self._python_free_callback
+
+        # see Note [Locks]
+        self._lock = threading.Lock()
+        self._freed: deque[int] = deque()
+        self._not_freed: list[int] = []
+
+        # the latest backup's memory, and what is left of one for the next sleep
+        self._arena: weakref.ref[Any] | None = None
+        self._spare_arena: Any = None
+
+        self._own_scopes = _TagScopes()
+        self._all_scopes: dict[object, str] = {}
+        # pools that may still be allocated from, so that no free segment is unused
+        self._open_pools: list[MemPool] = []
+
+    # --- Pools ------------------------------------------------------------------------
+
+    @property
+    def current_tag(self) -> str:
+        """The tag of what the calling thread allocates now.
+
+        A thread that is in no scope of its own has the tag of the process's latest:
+        the threads of a capture allocate from the pool of the thread that captures.
+        """
+        scopes = self._own_scopes.tags or list(self._all_scopes.values())
+        return scopes[-1] if scopes else CuMemAllocator.default_tag
+
+    @contextmanager
+    def _tagged(self, tag: str) -> Iterator[None]:
+        scope = object()
+        self._own_scopes.tags.append(tag)
+        self._all_scopes[scope] = tag
+        try:
+            yield
+        finally:
+            self._own_scopes.tags.pop()
+            del self._all_scopes[scope]
+
+    @contextmanager
+    def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
+        """Put what this thread allocates into a pool of its own.
+
+        Args:
+            tag: What sleep, wake and discard know it by; None is ``default_tag``.
+
+        Raises:
+            RuntimeError: Memory that a pool of this tag no longer needs could not be
+                given back.
+
+        """
+        tag = CuMemAllocator.default_tag if tag is None else tag
+        for pool, _ in self.allocator_and_pools.get(tag, []):
+            if not any(pool is other for other in self._open_pools):
+                self._trim(pool)
+        with (
+            _without_expandable_segments(),
+            self._tagged(tag),
+            use_memory_pool_with_allocator(
+                self.python_malloc_callback, self.python_free_callback
+            ) as (pool, allocator),
+        ):
+            # A pool has to outlive the tensors in it: pytorch/pytorch#146431.
+            self.allocator_and_pools.setdefault(tag, []).append((pool, allocator))
+            self._open_pools.append(pool)
+            try:
+                yield
+            finally:
+                self._close_pool(pool)
+            # empty_cache leaves pools alone (pytorch/pytorch#145168), and loading and
+            # quantizing a model leave a lot in them.
+            self._trim(pool)
+
+    def _close_pool(self, pool: MemPool) -> None:
+        self._open_pools = [other for other in self._open_pools if other is not pool]
+
+    def _trim(self, pool: MemPool) -> None:
+        """Take the memory of a pool's free segments.
+
+        PyTorch still lists them, so nothing may be allocated from the pool any more.
+        Their addresses go when PyTorch frees them, with the pool.
+        """
+        unused = [
+            segment["address"]
+            for segment in pool.snapshot()
+            if segment["allocated_size"] == 0
+        ]
+        if not any(ptr in self.pointer_to_data for ptr in unused):
+            return
+        with self._transition():
+            live = self.pointer_to_data
+            segments = [(ptr, live[ptr]) for ptr in unused if ptr in live]
+            for device in sorted({data.handle[0] for _, data in segments}):
+                torch.accelerator.synchronize(device)
+            try:
+                _module.suspend([ptr for ptr, _ in segments])
+            finally:
+                for ptr, _ in segments:
+                    if not _module.is_mapped(ptr):
+                        del live[ptr]
+
+    @contextmanager
+    def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
+        """Tag what a capture allocates from the pool that is yielded, as its id.
+
+        It is the same pool each time, and the caller's capture chooses it.
+        """
+        if "cudagraph" not in self.allocator_and_pools:
+            allocator = get_pluggable_allocator(
+                self.python_malloc_callback, self.python_free_callback
+            )
+            pool = torch.cuda.memory.MemPool(allocator._allocator)
+            self.allocator_and_pools["cudagraph"] = [(pool, allocator)]
+            self._open_pools.append(pool)
+        with self._tagged("cudagraph"):
+            yield self.allocator_and_pools["cudagraph"][0][0].id
+
+    def release_pools(self) -> None:
+        """Let go of every pool. Memory that no tensor needs is given back at once.
+
+        For the end of a process, before the interpreter takes objects apart in an
+        order of its own (pytorch/pytorch#145168). PyTorch ends the process where a
+        captured graph has left memory in a pool, as that of a matrix product does.
+        """
+        self.allocator_and_pools.clear()
+        self._open_pools.clear()
+        gc.collect()
+        self._spare_arena = None
+
+    def _release_at_exit(self) -> None:
+        # The interpreter takes modules apart in an order of its own.
+        try:
+            self.release_pools()
+        except Exception:
+            logger.exception("Memory pools could not be released at exit")
+
+    def close(self) -> None:
+        """The same as ``release_pools``."""
+        self.release_pools()
+
+    def _allocations(self) -> list[tuple[int, AllocationData]]:
+        # A copy first, since other threads may allocate while this one iterates.
+        return list(self.pointer_to_data.copy().items())
+
+    # --- Callbacks of the compiled module ---------------------------------------------
+
+    def _python_malloc_callback(self, allocation_handle: HandleType) -> None:
+        self.pointer_to_data[allocation_handle[2]] = AllocationData(
+            allocation_handle, self.current_tag
+        )
+
+    def _python_free_callback(self, ptr: int) -> None:
+        """Free a range now or, if another call has the lock, at the end of that call.
+
+        Returns None always, so that the module leaves the freeing to us.
+        """
+        self._freed.append(ptr)
+        self._free_if_unlocked()
+
+    @contextmanager
+    def _transition(self) -> Iterator[None]:
+        """The lock, and the frees of those who did not get it meanwhile."""
+        self._lock.acquire()
+        try:
+            self._freed.extend(self._not_freed)
+            self._not_freed.clear()
+            self._free_freed()
+            yield
+        finally:
+            self._lock.release()
+            self._free_if_unlocked()
+
+    def _free_if_unlocked(self) -> None:
+        while self._freed and self._lock.acquire(blocking=False):
+            try:
+                self._free_freed()
+            finally:
+                self._lock.release()
+
+    def _free_freed(self) -> None:
+        while self._freed:
+            ptr = self._freed.popleft()
+            data = self.pointer_to_data.get(ptr)
+            try:
+                if data is not None and not data.is_asleep:
+                    # PyTorch frees what kernels may still be using.
+                    torch.accelerator.synchronize(data.handle[0])
+            except Exception as error:
+                logger.error(
+                    "The memory at %#x is freed later, since its device cannot be "
+                    "waited for now: %s",
+                    ptr,
+                    error,
+                )
+                self._not_freed.append(ptr)
+                continue
+            # First, since another thread may be given the address at once.
+            self.pointer_to_data.pop(ptr, None)
+            if data is not None:
+                data.cpu_backup_tensor = None
+            try:
+                _module.free(ptr)
+            except Exception as error:
+                logger.error(
+                    "The memory at %#x could not be freed, which the next call that "
+                    "allocates or frees tries again: %s",
+                    ptr,
+                    error,
+                )
+
+    # --- Sleep and wake ---------------------------------------------------------------
+
+    def host_bytes_needed(self, offload_tags: tuple[str, ...] | str | None) -> int:
+        """Bytes of new host memory that ``sleep`` with these tags would take now.
+
+        What is asleep already has its backup, and memory that an earlier sleep has
+        left may serve again. Waits for no lock.
+        """
+        tags = _as_tags(offload_tags)
+        needed = _num_bytes(
+            (ptr, data)
+            for ptr, data in self._allocations()
+            if data.tag in tags and not data.is_asleep
+        )
+        return 0 if _fits(self._spare_arena, needed) else needed
+
+    def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
+        """Take the physical memory of every mapped allocation.
+
+        Args:
+            offload_tags: The tags of which the contents are kept on the host; None is
+                ``default_tag``. Other contents are lost.
+
+        Raises:
+            HostMemoryError: The host cannot hold the backup. Nothing has changed.
+            MemoryError: The host refused its address space. Nothing has changed.
+            RuntimeError: The driver refused. Each allocation is as it was or asleep,
+                and none of the contents to be kept are lost.
+
+        """
+        tags = _as_tags(offload_tags)
+        with self._transition():
+            known = self._allocations()
+            going = [(ptr, data) for ptr, data in known if not data.is_asleep]
+            kept = [(ptr, data) for ptr, data in going if data.tag in tags]
+            total, backup = _num_bytes(going), _num_bytes(kept)
+            try:
+                backups = self._back_up(kept, backup)
+            except (RuntimeError, MemoryError) as error:
+                _explain(error, _UNCHANGED)
+                raise
+            self._suspend(known, backups)
+            other_policy = any(
+                (data.tag in tags) != (data.cpu_backup_tensor is not None)
+                for _, data in known
+                if data.is_asleep
+            )
+        logger.info(
+            "Sleep took %s from %d allocations; %s of them are backed up on the host.",
+            readable(total),
+            len(going),
+            readable(backup),
+        )
+        if other_policy:
+            logger.warning(
+                "Some allocations were asleep before with or without a backup, which "
+                "this sleep would have decided otherwise; they stay as they are."
+            )
+        gc.collect()
+        torch.accelerator.empty_cache()
+
+    def _back_up(
+        self, allocations: list[tuple[int, AllocationData]], num_bytes: int
+    ) -> dict[int, torch.Tensor]:
+        """Copies of the contents by address, in one piece of host memory."""
+        if not allocations:
+            return {}
+        arena = self._host_arena(num_bytes)
+        backups, offset = {}, 0
+        copies = []
+        for ptr, data in allocations:
+            size = data.handle[1]
+            backups[ptr] = torch.frombuffer(
+                arena, dtype=torch.uint8, count=size, offset=offset
+            )
+            copies.append((ptr, size, arena.address + offset))
+            offset += size
+        _module.back_up(copies)
+        self._arena = weakref.ref(arena)
+        return backups
+
+    def _host_arena(self, num_bytes: int) -> Any:
+        spare, self._spare_arena = self._spare_arena, None
+        if _fits(spare, num_bytes):
+            return spare
+        # First, since the host may not have room for both.
+        del spare
+        check_host_capacity(num_bytes)
+        arena = _module.HostArena(num_bytes)
+        if arena.registration_error is not None:
+            logger.warning(
+                "The backup of device memory is not page-locked, so it is copied "
+                "slowly: %s",
+                arena.registration_error,
+            )
+        return arena
+
+    def trim_host_memory(self) -> None:
+        """Give back host memory that holds no backup and waits for the next sleep."""
+        with self._transition():
+            self._spare_arena = None
+
+    def _suspend(
+        self,
+        allocations: list[tuple[int, AllocationData]],
+        backups: dict[int, torch.Tensor],
+    ) -> None:
+        """Unmap allocations, all or none as far as that is in the driver's power.
+
+        Those that were asleep before are among them: what the module still holds of
+        them after an earlier failure is given back now.
+        """
+        going = [(ptr, data) for ptr, data in allocations if not data.is_asleep]
+        try:
+            _module.suspend([ptr for ptr, _ in allocations])
+        except RuntimeError as error:
+            gone = _note_asleep(going, backups)
+            # Else they would live for as long as the error's traceback.
+            backups.clear()
+            _explain(
+                error,
+                f"{gone} of {len(going)} allocations are asleep all the same, so wake "
+                "up, or repeat the call"
+                if gone
+                else _UNCHANGED,
+            )
+            raise
+        _note_asleep(going, backups)
+
+    def discard(self, tags: tuple[str, ...] | str) -> None:
+        """Take the physical memory of the mapped allocations with these tags.
+
+        Their contents are lost.
+
+        Raises:
+            RuntimeError: The driver refused. Each allocation is as it was or asleep.
+
+        """
+        tags = _as_tags(tags)
+        with self._transition():
+            known = [each for each in self._allocations() if each[1].tag in tags]
+            going = [(ptr, data) for ptr, data in known if not data.is_asleep]
+            backed_up = any(data.cpu_backup_tensor is not None for _, data in known)
+            self._suspend(known, {})
+        logger.info(
+            "Discarded %s of allocations tagged %s.",
+            readable(_num_bytes(going)),
+            ", ".join(tags),
+        )
+        if backed_up:
+            logger.warning(
+                "Some allocations tagged %s are asleep with a backup, which they keep.",
+                ", ".join(tags),
+            )
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Give sleeping allocations physical memory and their backups.
+
+        Contents without a backup are undefined on CUDA. On ROCm they are zero, since
+        the driver may hand out pages that hold other data (vllm-project/vllm#44972).
+
+        Args:
+            tags: Those of ``DEFERRABLE_TAGS`` to wake; what has another tag always
+                wakes. None wakes everything.
+
+        Raises:
+            RuntimeError: The driver refused, for want of memory for example. Everything
+                that was asleep is asleep still, with its backup.
+
+        """
+        gc.collect()
+        torch.accelerator.empty_cache()
+        with self._transition():
+            waking = [
+                (ptr, data)
+                for ptr, data in self._allocations()
+                if data.is_asleep
+                and (
+                    tags is None or data.tag in tags or data.tag not in DEFERRABLE_TAGS
+                )
+            ]
+            try:
+                self._map_and_restore(waking)
+            except BaseException as error:
+                self._undo_wake(waking)
+                _explain(
+                    error,
+                    f"the {len(waking)} allocations to be woken need "
+                    f"{readable(_num_bytes(waking))} in all; they are still asleep, "
+                    "and may be woken again",
+                )
+                raise
+            arena = None if self._arena is None else self._arena()
+            for _, data in waking:
+                data.cpu_backup_tensor = None
+                data.is_asleep = False
+            if not any(
+                data.cpu_backup_tensor is not None for _, data in self._allocations()
+            ):
+                self._spare_arena = arena or self._spare_arena
+
+    def _map_and_restore(self, waking: list[tuple[int, AllocationData]]) -> None:
+        for ptr, data in waking:
+            # mapped already only if an earlier wake could not take it back
+            if not _module.is_mapped(ptr):
+                create_and_map(data.handle)
+        copies = [
+            (ptr, data.cpu_backup_tensor.numel(), data.cpu_backup_tensor.data_ptr())
+            for ptr, data in waking
+            if data.cpu_backup_tensor is not None
+        ]
+        stale = _module.driver().vendor == "hip"
+        zeros = [
+            (ptr, data.handle[1])
+            for ptr, data in waking
+            if stale and data.cpu_backup_tensor is None
+        ]
+        _module.restore(copies, zeros)
+
+    def _undo_wake(self, waking: list[tuple[int, AllocationData]]) -> None:
+        try:
+            _module.suspend([ptr for ptr, _ in waking])
+        except RuntimeError:
+            # The first error is the caller's. What is mapped now, the next call that
+            # suspends takes back, or the next wake uses.
+            logger.exception("A failed wake could not be undone")
+
+    def get_current_usage(self) -> int:
+        """Bytes of the live allocations, mapped or asleep."""
+        return _num_bytes(self._allocations())
+
+
+def _fits(arena: Any, num_bytes: int) -> bool:
+    # No more host memory is held than 1.02 times the backup.
+    return arena is not None and num_bytes <= arena.size <= 1.02 * num_bytes
+
+
+def _as_tags(tags: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    if tags is None:
+        return (CuMemAllocator.default_tag,)
+    if isinstance(tags, str):
+        return (tags,)
+    return tuple(tags)
+
+
+def _note_asleep(
+    allocations: list[tuple[int, AllocationData]], backups: dict[int, torch.Tensor]
+) -> int:
+    """Enter which of these have lost their memory, and return how many."""
+    gone = [(ptr, data) for ptr, data in allocations if not _module.is_mapped(ptr)]
+    for ptr, data in gone:
+        data.cpu_backup_tensor = backups.get(ptr)
+        data.is_asleep = True
+    return len(gone)
+
+
+def _num_bytes(allocations: Iterable[tuple[int, AllocationData]]) -> int:
+    return sum(data.handle[1] for _, data in allocations)
+
+
+def _explain(error: BaseException, state: str) -> None:
+    # In the error's own text, since an executor sends nothing else to the engine.
+    if isinstance(error, (RuntimeError, MemoryError)) and error.args:
+        error.args = (f"{error.args[0]}; {state}", *error.args[1:])
