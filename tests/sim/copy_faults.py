@@ -20,7 +20,7 @@ from vllm.platforms import hip_runtime
 from vllm.v1.simple_kv_offload import cuda_mem_ops
 from vllm.v1.simple_kv_offload.copy_backend import DmaCopyBackend
 
-from vllm_rocm_memory.sim import hipsim, torch_device
+from vllm_rocm_memory.sim import hipsim, torch_stream
 
 BATCH_COPY = "hipMemcpyBatchAsync"
 # About 0.75 in float32, so that an answer made of it is wrong and not NaN.
@@ -169,8 +169,8 @@ class Rig:
 
             return wrapped
 
-        for name in ("_call", "_is_ready"):
-            vars(torch_device)[name] = wrap(vars(torch_device)[name])
+        for name in ("call", "_is_ready"):
+            vars(torch_stream)[name] = wrap(vars(torch_stream)[name])
 
     def _way_of_stream(self, stream: ctypes.c_void_p, *_: object) -> str:
         return self._ways.get(stream.value or 0, "other")

@@ -96,6 +96,18 @@ def test_scopes_nest(base):
     assert device_bytes() - base == inside.nbytes
 
 
+def test_host_memory_within_device_memory(base):
+    with torch_device.device_memory():
+        with torch_device.host_memory():
+            host = torch.zeros(SIZE, dtype=torch.uint8)
+            with torch_device.device_memory():
+                inside = torch.zeros(SIZE, dtype=torch.uint8)
+            host_again = torch.zeros(SIZE, dtype=torch.uint8)
+        inside_again = torch.zeros(SIZE, dtype=torch.uint8)
+    assert device_bytes() - base == inside.nbytes + inside_again.nbytes
+    assert host.nbytes == host_again.nbytes == SIZE
+
+
 def test_a_scope_ends_when_its_body_raises(base):
     with pytest.raises(KeyError), torch_device.device_memory():
         raise KeyError

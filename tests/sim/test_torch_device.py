@@ -120,6 +120,39 @@ def test_entering_a_stream_waits_for_what_it_holds(registered, device):
     assert torch_device.current_stream().cuda_stream == 0
 
 
+def test_a_stream_is_current_until_another_one_is_set(registered, device):
+    hipsim.configure(copy_latency_us=LATENCY_US)
+    first, second = Stream(), Stream()
+    copy(device, registered, first)
+    try:
+        torch_device.set_stream(first)
+        assert torch.equal(device, registered), "it was waited for"
+        torch_device.set_stream(None)
+        assert torch_device.current_stream() == first
+        with torch_device.stream(second):
+            assert torch_device.current_stream() == second
+        assert torch_device.current_stream() == first
+    finally:
+        torch_device.set_stream(torch_device.default_stream())
+    assert torch_device.current_stream() == torch_device.default_stream()
+
+
+def test_objects_of_one_stream_are_equal():
+    first, second = Stream(), Stream()
+    assert Stream.null() == torch_device.current_stream() != first
+    assert first != second and first != first.cuda_stream
+    with torch_device.stream(first):
+        assert {torch_device.current_stream(), first, second} == {first, second}
+    assert len({Stream.null(), Stream.null()}) == 1
+
+
+def test_an_error_is_nobody_elses():
+    hipsim.fail("hipEventRecord", 1, 2)
+    with pytest.raises(hipsim.HipError):
+        Event().record()
+    assert hipsim.load().hipGetLastError() == hipsim.SUCCESS
+
+
 def test_synchronize_waits_for_every_stream(registered, device):
     hipsim.configure(copy_latency_us=LATENCY_US)
     copy(device, registered, Stream())
@@ -169,15 +202,23 @@ def test_registering_twice_is_an_error_with_a_name(registered):
 
 
 def test_install_replaces_and_gives_back():
+    pools = ("MemPool", "use_mem_pool", "empty_cache", "memory_snapshot")
+    graphs = ("CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing")
+    streams = ("Event", "Stream", "current_stream", "default_stream", "set_stream")
     names = [
-        *((torch, name) for name in ("Event",)),
-        *((torch.cuda, name) for name in ("Event", "Stream", "current_stream")),
+        (torch, "Event"),
+        *((torch.cuda, name) for name in (*pools, *graphs, *streams)),
         *((torch.cuda, name) for name in ("stream", "synchronize", "cudart")),
-        *((torch.accelerator, name) for name in ("synchronize", "get_memory_info")),
+        *((torch.cuda.memory, name) for name in (*pools, "CUDAPluggableAllocator")),
+        *((torch.cuda.graphs, name) for name in graphs),
+        *((torch.accelerator, name) for name in ("synchronize", "empty_cache")),
+        (torch.accelerator, "get_memory_info"),
     ]
     before = [getattr(owner, name) for owner, name in names]
     uninstall = torch_device.install()
     try:
+        ours = [getattr(owner, name) for owner, name in names]
+        assert all(each.__module__.startswith("vllm_rocm_memory.sim") for each in ours)
         assert torch.Event is Event and torch.cuda.Stream is Stream
         assert torch.cuda.cudart().cudaHostUnregister(0).value != 0
         free, total = torch.accelerator.get_memory_info()
@@ -185,7 +226,18 @@ def test_install_replaces_and_gives_back():
         torch.cuda.synchronize()
         torch.accelerator.synchronize()
         # Dynamo keeps a table by function object, and refuses the same one twice.
-        assert torch.cuda.synchronize is not torch.accelerator.synchronize
+        functions = [torch.cuda.synchronize, torch.accelerator.synchronize]
+        functions += [torch.cuda.empty_cache, torch.accelerator.empty_cache]
+        assert len(set(functions)) == 4
+        x = torch.ones(4)
+        captured = torch.cuda.CUDAGraph()
+        pool = torch.cuda.MemPool()
+        with torch.cuda.graph(captured, pool=pool.id):
+            y = x + 1
+        x.fill_(2)
+        captured.replay()
+        assert (y == 3).all() and torch.cuda.memory_snapshot(pool.id)
+        del y
     finally:
         uninstall()
     assert [getattr(owner, name) for owner, name in names] == before
