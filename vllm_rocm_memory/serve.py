@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a model with KV offload, on this machine's GPU or on the HIP simulator.
+"""Serves a model with KV offload and sleep mode, on a GPU or on the HIP simulator.
 
     python -m vllm_rocm_memory.serve [argument of `vllm serve` ...]
 
@@ -123,6 +123,9 @@ def make_plan(environment: Mapping[str, str], extra: Sequence[str]) -> Plan:
     }
     # Answers under way may end; without a time vLLM kills its engine at once.
     options = {"--host": HOST, "--port": port, "--shutdown-timeout": 10}
+    options |= {"--enable-sleep-mode": True, "--sleep-mode-offload-cudagraph": True}
+    # vLLM has /sleep and /wake_up in this mode alone, and the server listens on HOST.
+    child.setdefault("VLLM_SERVER_DEV_MODE", "1")
     simulated = is_cpu_build()
     if simulated:
         profile = child["HIPSIM_PROFILE"] = environment.get("HIPSIM_PROFILE") or "7.16"
@@ -130,9 +133,10 @@ def make_plan(environment: Mapping[str, str], extra: Sequence[str]) -> Plan:
         device = f"the simulator of HIP {profile}"
         # vLLM asks no platform plugin where this names the CPU.
         child.pop("VLLM_TARGET_DEVICE", None)
-        # Eager below does not cover what the sampler compiles, half a minute's work.
+        # Compiling takes half a minute, and what is compiled cannot be captured.
         child.setdefault("TORCH_COMPILE_DISABLE", "1")
-        options |= {"--dtype": "float32", "--enforce-eager": True}
+        child.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        options |= {"--dtype": "float32"}
         options |= {"--max-model-len": 2048, "--max-num-seqs": 4}
     else:
         device = _gpu_name()
@@ -192,7 +196,10 @@ def _demo_model(environment: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request, to make here or to show as a command."""
+    """One HTTP request, to make here or to show as a command.
+
+    It is a POST where it has a body, which may be empty.
+    """
 
     port: int
     path: str
@@ -201,8 +208,10 @@ class Call:
     def curl(self) -> str:
         """The command that makes this request from a shell."""
         words = ["curl", "-s", f"http://{HOST}:{self.port}{self.path}"]
-        if self.body is not None:
+        if self.body:
             words += ["-H", "Content-Type: application/json", "-d", self.body]
+        elif self.body is not None:
+            words[2:2] = ["-X", "POST"]
         return shlex.join(words)
 
     def answer(self) -> bytes | None:
@@ -242,8 +251,13 @@ def example_calls(port: int) -> list[Call]:
         post("/v1/completions", prompt=_PROMPT),
         post("/v1/chat/completions", messages=messages),
         Call(port, "/metrics"),
+        Call(port, "/is_sleeping"),
     ]
-    return [call for call in calls if call.answer() is not None]
+    answered = [call for call in calls if call.answer() is not None]
+    if answered[-1:] == calls[-1:]:
+        # Not made here: both take a while where the model is large.
+        answered += [Call(port, "/sleep?level=1", ""), Call(port, "/wake_up", "")]
+    return answered
 
 
 class Server:

@@ -41,6 +41,14 @@ print(hipsim.profile(), total.value)
         ("HIPSIM_VRAM_BYTES", "-1", "a number of bytes"),
         ("HIPSIM_VRAM_BYTES", "4096", "from 1 MiB"),
         ("HIPSIM_HOST_READS", "yes", "'fault' or 'allow'"),
+        ("HIPSIM_SWITCHES", "slow=1", "these names: corrupt_loads copy_latency_us"),
+        ("HIPSIM_SWITCHES", "host_reads=allow", "these names: corrupt_loads"),
+        ("HIPSIM_SWITCHES", "corrupt_loads=1,,fill_latency_us=1", "with commas"),
+        ("HIPSIM_SWITCHES", "corrupt_loads", "corrupt_loads is '0' or '1'"),
+        ("HIPSIM_SWITCHES", "corrupt_loads=2", "corrupt_loads is '0' or '1'"),
+        ("HIPSIM_SWITCHES", "stale_memory=1", "is 'clean' or 'as_left' or 'poisoned'"),
+        ("HIPSIM_SWITCHES", "copy_latency_us=-1", "a number from 0 to 3600000000"),
+        ("HIPSIM_SWITCHES", "fill_latency_us=3600000001", "from 0 to 3600000000"),
     ],
 )
 def test_a_wrong_environment_is_refused(
@@ -80,6 +88,38 @@ hipsim.assert_clean()
         each.send("go")
     for each in programs:
         each.finish()
+
+
+def test_no_page_of_one_process_reaches_another(start: Start) -> None:
+    """Not while the first lives, nor after: what a process left is its own to see."""
+    program = """
+def whole_device():
+    device = make("hipMalloc", 4 << 20)
+    pages = ctypes.string_at(device, 4 << 20)
+    hipsim.check(hipsim.load().hipMemset(device, 0x5A, 4 << 20), "hipMemset")
+    hipsim.check(hipsim.load().hipDeviceSynchronize(), "hipDeviceSynchronize")
+    hipsim.load().hipFree(device)
+    return sorted(set(pages))
+
+for _ in range(2):
+    print(*whole_device(), flush=True)
+    sys.stdin.readline()
+"""
+    left = {
+        "HIPSIM_VRAM_BYTES": str(4 << 20),
+        "HIPSIM_SWITCHES": "stale_memory=as_left",
+    }
+    first = start(program, **left)
+    assert first.receive() == "0"
+    second = start(program, **left)
+    assert second.receive() == "0"
+    first.send("go")
+    assert first.receive() == str(0x5A), "the control: it sees its own"
+    first.send("end")
+    assert first.wait()[0] == 0
+    second.send("go")
+    assert second.receive() == str(0x5A)
+    assert start(program, **left).receive() == "0"
 
 
 def test_a_process_ends_with_copies_queued_and_running(run: Run) -> None:

@@ -578,3 +578,37 @@ def test_memory_that_waits_for_its_range_is_not_handed_out(gpu: Any) -> None:
     assert (gpu.read(gpu.malloc(PAGE), PAGE) == 0).all()
     gpu.call("hipMemAddressFree", address, PAGE)
     assert (gpu.read(gpu.malloc(PAGE), PAGE) == 7).all()
+
+
+def test_the_environment_sets_switches(run: Callable[..., str]) -> None:
+    """They are where reset() begins again, and configure() changes them."""
+    program = """
+import time
+
+def first_byte():
+    device = make("hipMalloc", 4096)
+    byte = ctypes.cast(device, ctypes.POINTER(ctypes.c_ubyte))[0]
+    hipsim.load().hipFree(device)
+    return byte
+
+def fill_seconds():
+    device = make("hipMalloc", 4096)
+    started = time.monotonic()
+    hipsim.check(hipsim.load().hipMemset(device, 1, 4096), "hipMemset")
+    hipsim.check(hipsim.load().hipDeviceSynchronize(), "hipDeviceSynchronize")
+    hipsim.load().hipFree(device)
+    return time.monotonic() - started
+
+print(first_byte(), fill_seconds() > 0.2)
+hipsim.configure(stale_memory="clean", fill_latency_us=0)
+print(first_byte(), fill_seconds() > 0.2)
+hipsim.reset()
+print(first_byte(), fill_seconds() > 0.2)
+"""
+    switches = "stale_memory=poisoned,fill_latency_us=200000"
+    assert run(program, HIPSIM_SWITCHES=switches).splitlines() == [
+        "255 True",
+        "0 False",
+        "255 True",
+    ]
+    assert run(program, HIPSIM_SWITCHES="").splitlines() == ["0 False"] * 3

@@ -36,6 +36,22 @@ DEVICE_BLOCKS = 16  # one of which is the null block
 HOST_BYTES = 1024 * BLOCK_BYTES
 EXTENSION = "copy_faults.CopyFaults"
 
+# Weights, a KV cache that is most of what a rank uses, and graphs, on a device so small
+# that 1 % of it is less than any of them but the graphs; what nobody cleans is 0xFF.
+SLEEPING: dict[str, Any] = {
+    "arguments": [
+        "--enable-sleep-mode",
+        "--sleep-mode-offload-cudagraph",
+        f"--kv-cache-memory-bytes={64 << 20}",
+    ],
+    "graphs": True,
+    "extension": "sleep_faults.SleepFaults",
+    "variables": {
+        "HIPSIM_SWITCHES": "stale_memory=poisoned",
+        "HIPSIM_VRAM_BYTES": str(512 << 20),
+    },
+}
+
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
 # Each takes six of the 15 blocks that the device has: the first has gone when the last
@@ -105,6 +121,9 @@ class ServedEngine:
         arguments: More of `vllm serve`.
         ranks: Of tensor parallelism.
         transfer: More of `--kv-transfer-config`.
+        graphs: Whether steps are captured, in pieces and whole, and replayed.
+        extension: Of the workers.
+        variables: More of the environment.
     """
 
     def __init__(
@@ -114,6 +133,9 @@ class ServedEngine:
         arguments: Sequence[str] = (),
         ranks: int = 1,
         transfer: dict[str, Any] | None = None,
+        graphs: bool = False,
+        extension: str = EXTENSION,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.port = serve.find_port(None)
         self.log = log
@@ -132,14 +154,14 @@ class ServedEngine:
             f"--port={self.port}",
             "--served-model-name=demo",
             "--dtype=float32",
-            "--enforce-eager",
+            *([] if graphs else ["--enforce-eager"]),
             "--max-model-len=384",
             "--max-num-seqs=4",
             f"--block-size={BLOCK}",
             f"--kv-cache-memory-bytes={DEVICE_BLOCKS * BLOCK_BYTES // ranks}",
             f"--tensor-parallel-size={ranks}",
             f"--kv-transfer-config={json.dumps(transfer)}",
-            f"--worker-extension-cls={EXTENSION}",
+            f"--worker-extension-cls={extension}",
             "--enable-prompt-tokens-details",
             *arguments,
         ]
@@ -153,6 +175,8 @@ class ServedEngine:
             "VLLM_NO_USAGE_STATS": "1",
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_USE_BREAKABLE_CUDAGRAPH": "1" if graphs else "0",
+            **(variables or {}),
         }
         # vLLM asks no platform plugin where this names the CPU.
         environment.pop("VLLM_TARGET_DEVICE", None)
@@ -309,6 +333,22 @@ class ServedEngine:
         )
         assert status == 200, body
         return list(json.loads(body)["results"]) if body else []
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> tuple[int, str]:
+        """Status and body of the answer."""
+        return self.call(f"/sleep?level={level}&mode={mode}", {})
+
+    def wake(self, *tags: str) -> tuple[int, str]:
+        """Status and body of the answer; without tags everything wakes."""
+        wanted = "&".join(f"tags={tag}" for tag in tags)
+        return self.call(f"/wake_up?{wanted}", {})
+
+    def is_sleeping(self) -> bool:
+        return bool(json.loads(self.call("/is_sleeping")[1])["is_sleeping"])
+
+    def device_memory(self) -> list[dict[str, Any]]:
+        """What each rank's device holds."""
+        return self.rpc("device_memory")
 
     def copy_states(self) -> list[dict[str, Any]]:
         """What each rank has seen of its copies since it last started over."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who gets the simulator: those who ask for it, and nobody by accident."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,28 @@ view = RocmView(current_platform)
 print(type(current_platform).__name__, current_platform.is_cpu(),
       current_platform.is_rocm(), view.is_rocm(), view.is_cpu(), view.is_cuda(),
       view.is_cuda_alike(), view.device_type)
+"""
+
+
+CONFIGURATIONS = """
+import json, sys
+from vllm import EngineArgs
+sizes = {"cudagraph_capture_sizes": [1, 2]}
+asked = {
+    "inductor": {},
+    "eager backend": {"mode": 3, "backend": "eager", "cudagraph_mode": "PIECEWISE"},
+    "not compiled": {"mode": 0},
+}
+for name, options in asked.items():
+    config = EngineArgs(
+        model=sys.argv[1], dtype="float32", max_model_len=256, enable_sleep_mode=True,
+        sleep_mode_offload_cudagraph=True, compilation_config={**options, **sizes},
+    ).create_engine_config()
+    compilation = config.compilation_config
+    print(json.dumps([
+        name, compilation.cudagraph_mode.name, compilation.cudagraph_capture_sizes,
+        config.use_cumem_cudagraph_pool, config.model_config.enable_cumem_allocator,
+    ]))
 """
 
 
@@ -43,6 +66,29 @@ def test_vllm_finds_it_and_stays_a_cpu_platform():
     assert result.returncode == 0, result.stderr
     expected = "HipsimPlatform True False True False False True cpu"
     assert result.stdout.splitlines()[-1] == expected
+
+
+def test_graphs_and_sleep_mode_are_as_on_a_gpu_but_for_compiled_kernels(demo_model):
+    """A graph of the simulator cannot hold what inductor makes."""
+    result = subprocess.run(
+        [sys.executable, "-c", CONFIGURATIONS, demo_model],
+        env={
+            **{key: os.environ[key] for key in os.environ if "COMPILE" not in key},
+            "HIPSIM_PROFILE": "7.16",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [each for each in result.stdout.splitlines() if each.startswith('["')]
+    assert list(map(json.loads, lines)) == [
+        ["inductor", "NONE", [], False, True],
+        ["eager backend", "PIECEWISE", [1, 2], True, True],
+        ["not compiled", "FULL_DECODE_ONLY", [1, 2], True, True],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,13 @@ def environment(cpu_build, demo_model, tmp_path) -> dict[str, str]:
     """This process's, without choices, and with the demo model made already."""
     cached = tmp_path / "vllm-rocm-memory" / "demo-model"
     shutil.copytree(demo_model, cached)
-    chosen = ("MODEL", "PORT", "HIPSIM_PROFILE", "VLLM_KV_OFFLOAD_COPY_ENGINE")
+    chosen = (
+        "MODEL",
+        "PORT",
+        "HIPSIM_PROFILE",
+        "VLLM_KV_OFFLOAD_COPY_ENGINE",
+        "VLLM_SERVER_DEV_MODE",
+    )
     kept = {name: value for name, value in os.environ.items() if name not in chosen}
     return {**kept, "XDG_CACHE_HOME": str(tmp_path)}
 
@@ -110,6 +116,8 @@ def run_command(command: str) -> str:
     match shlex.split(command):
         case ["curl", "-s", url]:
             request = urllib.request.Request(url)
+        case ["curl", "-s", "-X", method, url]:
+            request = urllib.request.Request(url, method=method)
         case ["curl", "-s", url, "-H", header, "-d", body]:
             name, _, value = header.partition(": ")
             request = urllib.request.Request(url, body.encode(), {name: value})
@@ -133,11 +141,17 @@ def test_it_answers_what_it_prints_and_stops_on_ctrl_c(start):
     assert re.search(r"^KV copy engine: batch .*0x100", server.output, re.MULTILINE)
 
     commands = re.findall(r"^  (curl .*)$", server.output, re.MULTILINE)
-    completion, chat, metrics = map(run_command, commands)
+    completion, chat, metrics, before, asleep, awake = map(run_command, commands)
     assert json.loads(completion)["choices"][0]["text"].strip()
     assert json.loads(chat)["choices"][0]["message"]["content"].strip()
     assert re.search(r'^vllm:simple_kv_offload_info\{backend="cpu"', metrics, re.M)
     assert re.search(r"^vllm:external_prefix_cache_queries_total\{", metrics, re.M)
+
+    assert json.loads(before) == {"is_sleeping": False}
+    assert json.loads(asleep) == {"status": "sleeping", "level": 1}
+    assert json.loads(awake)["status"] == "awake"
+    again = run_command(commands[0])
+    assert json.loads(again)["choices"] == json.loads(completion)["choices"]
 
     processes = server.children()
     assert len(processes) >= 3, "API server, engine and worker"
@@ -227,6 +241,8 @@ def plan(environment: dict[str, str], *extra: str) -> serve.Plan:
 def test_an_option_of_the_user_replaces_ours(environment):
     ours = plan(environment)
     assert "--max-num-seqs=4" in ours.arguments
+    assert {"--enable-sleep-mode", "--sleep-mode-offload-cudagraph"} < {*ours.arguments}
+    assert "--enforce-eager" not in ours.arguments
     assert ours.environment["HIPSIM_PROFILE"] == "7.16"
     theirs = plan(environment, "--max-num-seqs", "9", "--kv-transfer-config={}")
     assert "--max-num-seqs=4" not in theirs.arguments
@@ -288,6 +304,8 @@ def test_a_gpu_build_on_a_gpu_takes_the_gpu(monkeypatch, environment):
     monkeypatch.setattr(serve, "_gpu_name", lambda: "a GPU")
     demo = plan(environment)
     assert demo.device == "a GPU"
+    assert {"--enable-sleep-mode", "--sleep-mode-offload-cudagraph"} < {*demo.arguments}
+    assert demo.environment["VLLM_SERVER_DEV_MODE"] == "1", "for /sleep"
     assert "HIPSIM_PROFILE" not in demo.environment
     assert not any(word.startswith("--dtype") for word in demo.arguments)
     own = plan({**environment, "MODEL": "some/model"})
@@ -298,6 +316,12 @@ def test_curl_commands_survive_a_shell():
     body = json.dumps({"prompt": 'it\'s "quoted" & $HOME'})
     words = shlex.split(serve.Call(80, "/v1/completions", body).curl())
     assert words[-1] == body
+    words = shlex.split(serve.Call(80, "/sleep?level=1&mode=wait", "").curl())
+    assert words[2:] == [
+        "-X",
+        "POST",
+        f"http://{serve.HOST}:80/sleep?level=1&mode=wait",
+    ]
 
 
 def test_the_cause_of_a_death_is_told_beside_the_last_lines(environment, monkeypatch):

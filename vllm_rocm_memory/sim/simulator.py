@@ -163,8 +163,8 @@ class Simulator:
 
         Who asks the dynamic loader for the driver's name afterwards gets the same
         instance, unless another one was there before. The environment variables
-        HIPSIM_PROFILE, HIPSIM_VRAM_BYTES and HIPSIM_HOST_READS count at the first
-        call.
+        HIPSIM_PROFILE, HIPSIM_VRAM_BYTES, HIPSIM_HOST_READS and HIPSIM_SWITCHES count
+        at the first call.
 
         Raises:
             FileNotFoundError: The library is not built.

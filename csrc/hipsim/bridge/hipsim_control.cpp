@@ -47,7 +47,7 @@ HIPSIM_EXPORT int hipsim_reset(const char* profile) {
     found = hipsim::find_profile(profile);
     if (found == nullptr || found->cuda != bridge().cuda) return kNotAllowed;
   }
-  runtime().reset(found);
+  hipsim::start_over(found);
   bridge().forget_last_error();
   return kAccepted;
 }

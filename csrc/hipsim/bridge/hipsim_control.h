@@ -13,6 +13,8 @@
  *                       library of the CUDA driver passes over a HIP release
  *   HIPSIM_VRAM_BYTES   memory of each of the eight devices; 8 GiB when not set
  *   HIPSIM_HOST_READS   fault or allow: where the switch host_reads starts
+ *   HIPSIM_SWITCHES     where others start: name=value with commas between them. The
+ *                       values of stale_memory are clean, as_left and poisoned
  *   GPU_FORCE_BLIT_COPY_SIZE, HSA_ENABLE_SDMA   as in HIP and ROCr
  * After a HIPSIM_ value that makes no sense every call finds no device.
  *

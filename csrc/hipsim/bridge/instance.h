@@ -22,11 +22,14 @@ struct Bridge {
 const Bridge& bridge();
 
 // The process's runtime, made at the first use from HIPSIM_PROFILE, HIPSIM_VRAM_BYTES,
-// HIPSIM_HOST_READS and the variables of HIP and ROCr that choose a copy engine
-// (GPU_FORCE_BLIT_COPY_SIZE in KiB, HSA_ENABLE_SDMA). A value that makes no sense is
-// reported on stderr, and then there is no device. Never destroyed: streams may be
-// running when the process ends.
+// HIPSIM_HOST_READS, HIPSIM_SWITCHES and the variables of HIP and ROCr that choose a
+// copy engine (GPU_FORCE_BLIT_COPY_SIZE in KiB, HSA_ENABLE_SDMA). A value that makes no
+// sense is reported on stderr, and then there is no device. Never destroyed: streams
+// may be running when the process ends.
 Runtime& runtime();
+
+// Resets it, and sets the switches of HIPSIM_SWITCHES again: they are where it starts.
+void start_over(const Profile* profile);
 
 // What was reported; empty when nothing was. Set once runtime() has returned.
 const std::string& environment_error();
