@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleep and wake on a real GPU, HIP or CUDA: exactness, roll-back, running work."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import torch
+import vllm.device_allocator.cumem as cumem
+from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.platforms import current_platform
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+MIB = 1 << 20
+# What vLLM's linear layers of an 8B model come to, and no power of two.
+BLOCK = 72 * MIB
+BLOCKS = 340
+ROUNDS = 200
+# Longer than a whole wake of the small allocations here.
+LATE_CYCLES = 200_000_000
+
+
+@pytest.fixture
+def allocator() -> Iterator[CuMemAllocator]:
+    """The allocator, mapped, and without memory of an earlier test's tensors."""
+    allocator = CuMemAllocator.get_instance()
+    yield allocator
+    allocator.wake_up()
+    gc.collect()
+    for tag in set(allocator.allocator_and_pools) - {"cudagraph"}:
+        with allocator.use_memory_pool(tag):  # trims the pools of the tag
+            pass
+    allocator.trim_host_memory()
+
+
+def _allocate(
+    allocator: CuMemAllocator, tag: str, count: int, nbytes: int
+) -> list[torch.Tensor]:
+    with allocator.use_memory_pool(tag):
+        return [
+            torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device="cuda")
+            for _ in range(count)
+        ]
+
+
+def _sums(tensors: list[torch.Tensor]) -> list[int]:
+    return [int(tensor.sum(dtype=torch.int64)) for tensor in tensors]
+
+
+def _free() -> int:
+    return torch.accelerator.get_memory_info()[0]
+
+
+def test_host_memory_is_what_the_backup_needs(allocator: CuMemAllocator) -> None:
+    blocks = _allocate(allocator, "weights", BLOCKS, BLOCK)
+    sums = _sums(blocks)
+    backup = sum(data.handle[1] for data in allocator.pointer_to_data.values())
+    # Of the runtime itself, which the first copies and registrations cost once.
+    warm = _allocate(allocator, "kv_cache", 1, BLOCK)
+    allocator.sleep(offload_tags="kv_cache")
+    allocator.wake_up()
+    allocator.trim_host_memory()
+    del warm
+    sums_after = None
+    gc.collect()
+
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for _ in range(2):
+        blocks[0].add_(1)
+        sums = _sums(blocks)
+        allocator.sleep(offload_tags="weights")
+        held = process.memory_info().rss - before
+        backups = [
+            data.cpu_backup_tensor
+            for data in allocator.pointer_to_data.values()
+            if data.cpu_backup_tensor is not None
+        ]
+        assert sum(tensor.nbytes for tensor in backups) >= backup
+        del backups
+        assert backup <= held <= 1.02 * backup
+        allocator.wake_up()
+        sums_after = _sums(blocks)
+        assert sums_after == sums
+
+
+FREE_UNDER_KERNELS = f"""
+import sys
+import torch
+from vllm.device_allocator.cumem import CuMemAllocator
+
+allocator = CuMemAllocator.get_instance()
+total = torch.zeros((), dtype=torch.int64, device="cuda")
+stream = torch.cuda.Stream()
+expected = 0
+for number in range({ROUNDS}):
+    with allocator.use_memory_pool("runtime"):
+        tensor = torch.full(({4 * MIB},), number % 7, dtype=torch.uint8, device="cuda")
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)
+            total += tensor.sum(dtype=torch.int64)
+        # Without record_stream the pool believes that nobody uses it.
+        if sys.argv[1] == "trim":
+            del tensor
+    if sys.argv[1] == "pool":
+        del tensor
+        allocator.release_pools()
+    assert allocator.get_current_usage() == 0
+    expected += {4 * MIB} * (number % 7)
+torch.accelerator.synchronize()
+assert int(total) == expected, (int(total), expected)
+print("right")
+"""
+
+
+@pytest.mark.parametrize("frees", ["trim", "pool"])
+def test_freed_memory_is_not_unmapped_under_running_kernels(frees: str) -> None:
+    """Freed by the trimming of a pool, or with its pool by the free callback.
+
+    In a process of its own, since pools are released at the end of one.
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", FREE_UNDER_KERNELS, frees],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.endswith("right\n")
+
+
+def _wake_with(
+    allocator: CuMemAllocator,
+    monkeypatch: pytest.MonkeyPatch,
+    after_map: Callable[[int, int], None],
+) -> None:
+    create_and_map = cumem.create_and_map
+
+    def hooked(handle: cumem.HandleType) -> None:
+        create_and_map(handle)
+        after_map(handle[2], handle[1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cumem, "create_and_map", hooked)
+        allocator.wake_up()
+
+
+def test_work_queued_while_mapping_does_not_overwrite_the_restore(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [weights] = _allocate(allocator, "weights", 1, 32 * MIB)
+    with allocator.use_memory_pool("kv_cache"):
+        cache = torch.full((32 * MIB,), 3, dtype=torch.uint8, device="cuda")
+    [expected] = _sums([weights])
+
+    def poison_late(address: int, nbytes: int) -> None:
+        torch.cuda._sleep(LATE_CYCLES)
+        assert cumem.libcudart is not None
+        cumem.libcudart.cudaMemset(address, 0xA5, nbytes)
+
+    wrong = 0
+    for _ in range(20):
+        allocator.sleep(offload_tags="weights")
+        _wake_with(allocator, monkeypatch, poison_late)
+        torch.accelerator.synchronize()
+        wrong += _sums([weights]) != [expected]
+        if current_platform.is_rocm():
+            wrong += bool(cache.any())
+    assert wrong == 0
+
+
+def test_a_wake_that_runs_out_of_memory_changes_nothing(
+    allocator: CuMemAllocator,
+) -> None:
+    third = int(_free() * 0.25) // MIB * MIB
+    blocks = _allocate(allocator, "weights", 1, 64 * MIB)
+    sums = _sums(blocks)
+    with allocator.use_memory_pool("kv_cache"):
+        caches = [
+            torch.empty(third, dtype=torch.uint8, device="cuda") for _ in range(3)
+        ]
+    allocator.sleep(offload_tags="weights")
+    asleep = _free()
+    # Two of the three caches fit beside it.
+    squatter = torch.empty(third, dtype=torch.uint8, device="cuda")
+    squatter_2 = torch.empty(third // 2, dtype=torch.uint8, device="cuda")
+    beside = _free()
+    with pytest.raises(RuntimeError, match=r"CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOf"):
+        allocator.wake_up()
+    assert _free() == beside
+    assert all(data.is_asleep for data in allocator.pointer_to_data.values())
+    del squatter, squatter_2
+    torch.accelerator.empty_cache()
+    assert _free() == asleep
+    allocator.wake_up()
+    assert _sums(blocks) == sums
+    assert all(cache.numel() == third for cache in caches)
+
+
+@pytest.mark.parametrize("offload", [("weights", "cudagraph"), ("cudagraph",)])
+def test_a_graph_replays_after_its_pool_slept(
+    allocator: CuMemAllocator, offload: tuple[str, ...]
+) -> None:
+    [weights] = _allocate(allocator, "weights", 1, 4 * MIB)
+    weights.fill_(2)
+    inputs = torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with (
+        allocator.cudagraph_pool() as pool,
+        torch.cuda.graph(graph, pool=pool),
+    ):
+        constant = torch.empty_like(inputs)
+        outputs = inputs * weights + constant
+    constant.fill_(3)
+    for _ in range(10):
+        allocator.sleep(offload_tags=offload)
+        allocator.wake_up(["kv_cache"])
+        allocator.wake_up(["weights"])
+        if "weights" not in offload:
+            weights.fill_(2)
+        outputs.zero_()
+        graph.replay()
+        assert bool((outputs == 5).all())
+    del graph, outputs, constant
