@@ -179,9 +179,7 @@ def test_nccl_graph_register_stays_as_vllm_sets_it(
         "vllm.config.vllm.cumem_graph_pool", lambda _: CumemGraphPool(asked=active)
     )
     if given is None:
-        # Set first, so that what VllmConfig sets is taken back too.
-        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")
-        del os.environ["NCCL_GRAPH_REGISTER"]
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     else:
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
     VllmConfig()

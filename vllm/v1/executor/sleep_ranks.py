@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.device_allocator import DEFERRABLE_TAGS
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ logger = init_logger(__name__)
 # What CuMemBackend.suspend keeps, and what it keeps at level 1 beside that.
 KEPT_TAGS = ("runtime", "cudagraph")
 KEPT_TAGS_AT_LEVEL_1 = ("weights", *KEPT_TAGS)
-# What Executor counts as asleep after a sleep.
-SLEEP_TAGS = frozenset({"weights", "kv_cache"})
 
 
 @dataclass(frozen=True)
@@ -112,13 +111,13 @@ def sleep_every_rank(executor: "Executor", level: int) -> None:
     is_unchanged = len(failures) == len(answers) and all(f.is_awake for f in failures)
     if is_unchanged or level == 1:
         # see Note [A sleep is taken back by a wake]
-        tags = sorted(SLEEP_TAGS.difference(before)) if before else None
+        tags = sorted(set(DEFERRABLE_TAGS).difference(before)) if before else None
         if not any(_ask_every_rank(executor, before, "wake_up", tags=tags)):
             outcome = "is as it was" if is_unchanged else "was woken again"
             raise RuntimeError(
                 f"sleep failed, and every rank {outcome}: {told}. It may be tried again"
             )
-    executor.sleeping_tags |= SLEEP_TAGS
+    executor.sleeping_tags.update(DEFERRABLE_TAGS)
     remedy = "wake_up" if level == 1 else "wake_up, then reload_weights"
     raise RuntimeError(
         f"sleep failed on {len(failures)} of {len(answers)} ranks, and the engine "
