@@ -19,6 +19,32 @@ ROOT = Path(__file__).parents[2]
 DEADLINE = 60  # seconds, for whatever a process is waited for
 PAGE = 4096
 
+# What test_engine.py builds, in which the compiler takes most of a minute.
+BUILD = """
+import native_tests
+for sanitizer in native_tests.SANITIZERS:
+    native_tests.build(sanitizer, ("hipsim_engine_test", "hipsim_fuzz_replay"))
+"""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Builds beside the tests of other folders, which leave a core idle at times.
+
+    Whoever needs the programs waits for this build, and says what it has to say.
+    """
+    folders = {item.path.parent.name for item in session.items}
+    if session.config.option.collectonly or not {"hipsim"} < folders:
+        return
+    build = subprocess.Popen(
+        ["nice", sys.executable, "-c", BUILD],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    session.config.add_cleanup(build.wait)
+
+
 # What a program in a process of its own begins with.
 PRELUDE = """
 import ctypes, os, signal, sys

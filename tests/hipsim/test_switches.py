@@ -526,6 +526,10 @@ def test_pages_go_from_any_memory_to_any(
 
 
 def test_memory_of_another_device_is_not_left_to_this_one(gpu: Any) -> None:
+    # What tests before have left there.
+    gpu.call("hipSetDevice", 1)
+    gpu.call("hipFree", gpu.malloc(PAGE))
+    gpu.call("hipSetDevice", 0)
     hipsim.configure(stale_memory="as_left")
     page = gpu.malloc(PAGE)
     fill(gpu, page, PAGE, 7)

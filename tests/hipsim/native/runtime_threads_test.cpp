@@ -222,6 +222,7 @@ TEST(a_synchronous_call_of_any_thread_spoils_every_capture) {
        {CaptureMode::kGlobal, CaptureMode::kThreadLocal, CaptureMode::kRelaxed}) {
     Machine machine;
     void* memory = machine.allocate(8);
+    void* other = machine.allocate(8);  // for what the NULL stream is not ordered with
     const Handle stream = machine.stream();
     CHECK_OK(machine->begin_capture(stream, mode));
     CHECK_OK(machine.fill(memory, 1, 8, stream));
@@ -233,7 +234,7 @@ TEST(a_synchronous_call_of_any_thread_spoils_every_capture) {
     CHECK_ERROR(machine.fill(memory, 3, 8, stream), kCaptureInvalidated);
     Handle graph = 0;
     CHECK_ERROR(machine->end_capture(stream, &graph), kCaptureInvalidated);
-    CHECK_OK(machine.fill(memory, 4, 8, stream));
+    CHECK_OK(machine.fill(other, 4, 8, stream));
   }
 }
 
