@@ -68,6 +68,7 @@ def test_cudagraph_pool_sleep(allocator, device, level):
     with allocator.use_memory_pool("weights"):
         matrix = torch.eye(512, device=device.type) * 2
     steps = torch.ones(8, 512, device=device.type)
+    steps @ matrix  # makes cuBLAS's handle, which a capture cannot
     graph = torch.cuda.CUDAGraph()
     with capture_pool(own_pool, ON) as shared:
         assert shared == nccl_allocator._graph_pool_id != own_pool
