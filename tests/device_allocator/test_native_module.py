@@ -1256,6 +1256,16 @@ def test_callers_that_hold_pythons_lock(cumem: Cumem) -> None:
     running.end()
 
 
+def run_in_threads(work: Callable[[int], None]) -> None:
+    """Runs it in four threads at once, which are told which one they are."""
+    threads = [threading.Thread(target=work, args=(each,)) for each in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_threads_work_on_the_same_ranges(cumem: Cumem) -> None:
     """Up to 7.12 addresses are given up and had again with every suspend."""
     hipsim.reset("7.2.3")
@@ -1287,12 +1297,7 @@ def test_threads_work_on_the_same_ranges(cumem: Cumem) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(each,)) for each in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    run_in_threads(work)
     assert errors == [] and cumem.module.ranges() == sorted(ptrs)
     assert hipsim.stats().memory_faults == 0
     cumem.module.suspend(ptrs)
@@ -1316,10 +1321,6 @@ def test_threads_allocate_and_free_at_once(cumem: Cumem, profile: str) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(each,)) for each in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_in_threads(work)
     assert errors == [] and cumem.module.ranges() == []
     hipsim.assert_clean()

@@ -157,13 +157,19 @@ def install(surface: Surface) -> Iterator[type]:
     Yields:
         Its CustomAllreduce.
     """
-    made = make_class(surface)
+    with show(make_class(surface), surface.version) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def show(made: type, version: str) -> Iterator[type]:
+    """As `install`, with a class that is there already."""
     hidden = {name: sys.modules.pop(name) for name in _modules_of_aiter()}
     with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder, f"amd_aiter-{surface.version}.dist-info")
+        record = Path(folder, f"amd_aiter-{version}.dist-info")
         record.mkdir()
         record.joinpath("METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: amd-aiter\nVersion: {surface.version}\n"
+            f"Metadata-Version: 2.1\nName: amd-aiter\nVersion: {version}\n"
         )
         sys.path.insert(0, folder)
         try:

@@ -17,8 +17,6 @@ from vllm_rocm_memory.sim import hipsim
 from . import aiter_double, rocm_machine
 from .ranks import Rank
 
-CYCLES = 3
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -151,16 +149,11 @@ def captured(
         assert torch.all(comm.all_reduce(given * 2) == 6)
         before, first = hipsim.stats(), len(launches)
         graph = torch.cuda.CUDAGraph()
-        hidden, result = rocm_machine.capture(graph, tp, config, lambda: given * 2)
+        hidden, result = rocm_machine.capture(graph, tp, config, given)
         after = hipsim.stats()
         registered = [launch.registered for launch in launches[first:]]
         in_cumem = rocm_machine.lies_in_graph_pool(hidden)
-        replays = []
-        for cycle in range(CYCLES):
-            rocm_machine.sleep_and_wake()
-            given.copy_(torch.randn(given.shape) * (rank.rank + cycle + 1))
-            graph.replay()
-            replays.append(torch.equal(result, comm.all_reduce(given * 2)))
+        replays = rocm_machine.replays(rank, graph, tp, given, result)
         end = hipsim.stats()
         graph.reset()
         del hidden, result

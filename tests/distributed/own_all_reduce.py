@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -21,7 +22,6 @@ from .ranks import Rank
 
 QUICK = "QuickAllReduce"
 CUSTOM = "CustomAllreduce"
-CYCLES = 3
 
 # Of the input, by what reduces it: QuickReduce takes no less than 1 MiB of float16.
 _SHAPES = {CUSTOM: (64, 128), QUICK: (1 << 10, 1 << 9)}
@@ -39,17 +39,11 @@ def _without_aiter() -> Iterator[None]:
     from vllm._aiter_ops import rocm_aiter_ops
 
     operators: Any = rocm_aiter_ops
-    before = {name: os.environ.get(name) for name in _OWN}
-    os.environ.update(_OWN)
-    operators.refresh_env_variables()
     try:
-        yield
+        with mock.patch.dict(os.environ, _OWN):
+            operators.refresh_env_variables()
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
         operators.refresh_env_variables()
 
 
@@ -101,19 +95,14 @@ def captured(rank: Rank, model: Path, offload: bool, kind: str) -> Captured:
         first = len(custom_ar_double.launches)
         custom_ar_double.captured_exports.clear()
         graph = torch.cuda.CUDAGraph()
-        hidden, result = rocm_machine.capture(graph, tp, config, lambda: given * 2)
+        hidden, result = rocm_machine.capture(graph, tp, config, given)
         after = hipsim.stats()
         launches = custom_ar_double.launches[first:]
         places = {hidden.data_ptr(): "input"}
         if kind == CUSTOM:
             places[own.buffer_ptrs[rank.rank]] = "buffer"
         in_cumem = rocm_machine.lies_in_graph_pool(hidden)
-        replays = []
-        for cycle in range(CYCLES):
-            rocm_machine.sleep_and_wake()
-            given.copy_(torch.randn(given.shape) * (rank.rank + cycle + 1))
-            graph.replay()
-            replays.append(torch.equal(result, comm.all_reduce(given * 2)))
+        replays = rocm_machine.replays(rank, graph, tp, given, result)
         end = hipsim.stats()
         graph.reset()
         del hidden, result
@@ -149,7 +138,7 @@ def registered_from_cumem(rank: Rank, model: Path) -> tuple[str, int]:
         given = torch.ones(_SHAPES[CUSTOM], dtype=torch.float16)
         graph = torch.cuda.CUDAGraph()
         try:
-            rocm_machine.capture(graph, tp, config, lambda: given * 2)
+            rocm_machine.capture(graph, tp, config, given)
         except hipsim.HipError as error:
             message = str(error)
         else:

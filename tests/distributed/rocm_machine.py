@@ -18,7 +18,7 @@ import contextlib
 import functools
 import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +46,9 @@ ENVIRONMENT = {
     # A CUDA build of PyTorch brings NCCL, and here is no GPU for it.
     "VLLM_DISABLE_PYNCCL": "1",
 }
+
+CYCLES = 3
+"""Of sleep and wake, for `replays`."""
 
 _COMMUNICATORS = "vllm.distributed.device_communicators"
 _SEE_ROCM = (
@@ -150,15 +153,15 @@ def group(rank: Rank, name: str, config: Any) -> Iterator[Any]:
 
 
 def capture(
-    graph: Any, within: Any, config: Any, before: Callable[[], torch.Tensor]
+    graph: Any, within: Any, config: Any, given: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Captures an all-reduce of what `before` computes, as vLLM's runners do.
+    """Captures an all-reduce of twice a tensor, as vLLM's runners do.
 
     Args:
         graph: A `torch.cuda.CUDAGraph`.
         within: The group.
         config: Whose pool the capture allocates from.
-        before: Runs within the capture.
+        given: The tensor; what is reduced is computed within the capture.
 
     Returns:
         Input and result of the all-reduce.
@@ -171,9 +174,27 @@ def capture(
         capture_pool(None, config) as pool,
         torch.cuda.graph(graph, pool=pool, stream=context.stream),
     ):
-        hidden = before()
+        hidden = given * 2
         result = within.device_communicator.all_reduce(hidden)
     return hidden, result
+
+
+def replays(
+    rank: Rank, graph: Any, within: Any, given: torch.Tensor, result: torch.Tensor
+) -> list[bool]:
+    """Whether each replay gives what the eager call gives, to the bit.
+
+    Before each of `CYCLES` the worker sleeps and wakes, and the tensor that `capture`
+    was given gets other values.
+    """
+    same = []
+    for cycle in range(CYCLES):
+        sleep_and_wake()
+        given.copy_(torch.randn(given.shape) * (rank.rank + cycle + 1))
+        graph.replay()
+        eager = within.device_communicator.all_reduce(given * 2)
+        same.append(torch.equal(result, eager))
+    return same
 
 
 def lies_in_graph_pool(tensor: torch.Tensor) -> bool:

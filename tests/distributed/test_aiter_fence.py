@@ -4,10 +4,9 @@
 import importlib.metadata
 import importlib.util
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -25,6 +24,8 @@ from vllm.distributed.device_communicators.aiter_capture_fence import fence
 from vllm.distributed.device_communicators.aiter_custom_all_reduce import (
     AiterCustomAllreduce,
 )
+
+from .aiter_double import show
 
 MODULE = "vllm.distributed.device_communicators.aiter_custom_all_reduce"
 
@@ -168,22 +169,15 @@ def inp() -> torch.Tensor:
 
 
 @pytest.fixture
-def aiter(monkeypatch: pytest.MonkeyPatch) -> Callable[[type], None]:
-    """Installs a class as AITER's."""
+def aiter() -> Iterator[Callable[[type], None]]:
+    """Installs a class as AITER's, of version 0.1.7."""
+    with ExitStack() as shown:
 
-    def install(kind: type) -> None:
-        names = ["aiter", "dist", "device_communicators", "custom_all_reduce"]
-        modules = [ModuleType(".".join(names[: end + 1])) for end in range(len(names))]
-        for parent, child in itertools.pairwise(modules):
-            setattr(parent, child.__name__.rpartition(".")[2], child)
-        modules[-1].CustomAllreduce = kind
-        for module in modules:
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+        def install(kind: type) -> None:
+            shown.enter_context(show(kind, "0.1.7"))
 
-    versions = {"amd-aiter": "0.1.7"}
-    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
-    install(Base)
-    return install
+        install(Base)
+        yield install
 
 
 def inside(allreduce: Any, start: int = 0, count: int = 4) -> torch.Tensor:

@@ -8,8 +8,8 @@ the CudaCommunicator of both bases.
 import pytest
 
 from . import aiter_double
-from .communicator_fence import CYCLES
 from .conftest import Base
+from .rocm_machine import CYCLES
 
 OFFLOAD = {"sleep_mode_offload_cudagraph": True}
 DOWN = {

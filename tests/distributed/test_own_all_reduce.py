@@ -14,7 +14,8 @@ from vllm_rocm_memory.series.definition import load
 
 from .conftest import Base
 from .custom_ar_double import Launch
-from .own_all_reduce import CUSTOM, CYCLES, QUICK
+from .own_all_reduce import CUSTOM, QUICK
+from .rocm_machine import CYCLES
 
 FOLDER = "distributed/device_communicators"
 # CustomAllreduce has one for its signals and one for its inputs, QuickReduce has one.

@@ -32,8 +32,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Whoever needs the programs waits for this build, and says what it has to say.
     """
-    folders = {item.path.parent.name for item in session.items}
-    if session.config.option.collectonly or not {"hipsim"} < folders:
+    files = {item.path.name for item in session.items}
+    alone = {item.path.parent.name for item in session.items} == {"hipsim"}
+    if session.config.option.collectonly or alone or "test_engine.py" not in files:
         return
     build = subprocess.Popen(
         ["nice", sys.executable, "-c", BUILD],
