@@ -22,6 +22,7 @@ DONE = {
     "staged_bytes",
     "pitched_copies",
     "pitched_bytes",
+    "pitched_packets",
     "fills",
     "filled_bytes",
     "memory_faults",
@@ -379,9 +380,12 @@ def test_accounts_are_by_call_engine_and_direction(gpu: Any) -> None:
 
 
 class Plane(NamedTuple):
-    """One side is compact host memory; the other side's rows are `pitch` apart."""
+    """One side is compact host memory; the other side's rows are `pitch` apart.
 
-    engine: str
+    Without packets the blit kernel makes the copy.
+    """
+
+    packets: int
     width: int
     height: int
     pitch: int
@@ -389,34 +393,36 @@ class Plane(NamedTuple):
     host_offset: int = 0
 
 
-ROW_LIMIT, SLICE_LIMIT, SLICES = 1 << 19, 1 << 28, 1 << 11
+# Elements, slices and rows of a packet: ROCr, SDMA_PKT_COPY_LINEAR_RECT before gfx12.
+ROW_LIMIT, SLICE_LIMIT, WIDTH, SLICES = 1 << 19, 1 << 28, 1 << 14, 1 << 11
 
 PLANES = {
-    "one packet": Plane("sdma", 64, 4, 128),
-    "small is no kernel": Plane("sdma", 4, 2, 8),
-    "compact": Plane("sdma", 64, 4, 64),
-    "width of 2 units": Plane("blit", 62, 4, 128),
-    "odd width": Plane("blit", 61, 4, 128),
-    "pitch of 2 units": Plane("blit", 64, 4, 130),
-    "odd pitch": Plane("blit", 64, 4, 131),
-    "pitch of 4 units": Plane("sdma", 64, 4, 132),
-    "pitch of one row": Plane("sdma", 64, 1, 131),
-    "odd device address": Plane("blit", 64, 4, 128, device_offset=1),
-    "even device address": Plane("blit", 64, 4, 128, device_offset=2),
-    "device address of 4 units": Plane("sdma", 64, 4, 128, device_offset=4),
-    "odd host address": Plane("blit", 64, 4, 128, host_offset=3),
-    "host address of 4 units": Plane("sdma", 64, 4, 128, host_offset=4),
-    "widest pitch, 4 bytes": Plane("sdma", 4, SLICES + 1, (ROW_LIMIT - 1) * 4),
-    "widest pitch, 16 bytes": Plane("sdma", 16, 9, (ROW_LIMIT - 1) * 16),
-    # A wider one goes as slices of one row, as many as there may be.
-    "rows as slices": Plane("sdma", 4, SLICES - 1, ROW_LIMIT * 4),
-    "too many rows for slices": Plane("blit", 4, SLICES, ROW_LIMIT * 4),
-    "16 bytes, rows as slices": Plane("sdma", 16, 9, ROW_LIMIT * 16),
-    "an address makes the unit": Plane("sdma", 16, 9, ROW_LIMIT * 16, 4),
-    "widest slice, 4 bytes": Plane("sdma", 4, 2, (SLICE_LIMIT - 1) * 4),
-    "too wide a slice, 4 bytes": Plane("blit", 4, 2, SLICE_LIMIT * 4),
-    "the same of 8 bytes": Plane("sdma", 8, 2, SLICE_LIMIT * 4),
-    "the same from an address of 4": Plane("blit", 8, 2, SLICE_LIMIT * 4, 4),
+    "one packet": Plane(1, 64, 4, 128),
+    "small is no kernel": Plane(1, 4, 2, 8),
+    "compact": Plane(1, 64, 4, 64),
+    "host rows of 2 units, one by one": Plane(4, 62, 4, 128),
+    "odd host rows, one by one": Plane(4, 61, 4, 128),
+    "pitch of 2 units, row by row": Plane(4, 64, 4, 130),
+    "odd pitch, row by row": Plane(4, 64, 4, 131),
+    "pitch of 4 units": Plane(1, 64, 4, 132),
+    "pitch of one row": Plane(1, 64, 1, 131),
+    "odd device address": Plane(0, 64, 4, 128, device_offset=1),
+    "even device address": Plane(0, 64, 4, 128, device_offset=2),
+    "device address of 4 units": Plane(1, 64, 4, 128, device_offset=4),
+    "odd host address": Plane(0, 64, 4, 128, host_offset=3),
+    "host address of 4 units": Plane(1, 64, 4, 128, host_offset=4),
+    "widest pitch of rows": Plane(1, 4, 2 * SLICES, ROW_LIMIT),
+    # A wider one goes as slices of one row.
+    "most rows as slices": Plane(1, 4, SLICES, ROW_LIMIT + 4),
+    "too many rows for slices": Plane(2, 4, SLICES + 1, ROW_LIMIT + 4),
+    "16 bytes, rows as slices": Plane(1, 16, 9, ROW_LIMIT * 16),
+    "from an address of 4": Plane(1, 16, 9, ROW_LIMIT * 16, 4),
+    "widest slice, 4 bytes": Plane(1, 4, 2, SLICE_LIMIT * 4),
+    "too wide a slice, 4 bytes": Plane(0, 4, 2, SLICE_LIMIT * 4 + 4),
+    "the same of 8 bytes": Plane(1, 8, 2, SLICE_LIMIT * 4 + 8),
+    "the same from an address of 4": Plane(1, 8, 2, SLICE_LIMIT * 4 + 8, 4),
+    "widest row": Plane(1, WIDTH * 16, 2, WIDTH * 16),
+    "too wide a row": Plane(2, WIDTH * 16 + 16, 2, WIDTH * 16 + 16),
 }
 
 
@@ -428,7 +434,7 @@ def host_memory(gpu: Any, size: int) -> int:
 
 
 @pytest.mark.parametrize("name", PLANES)
-def test_a_plane_is_one_packet_or_a_kernel(gpu: Any, name: str) -> None:
+def test_a_plane_is_made_of_packets_or_a_kernel(gpu: Any, name: str) -> None:
     plane = PLANES[name]
     width, height, pitch = plane.width, plane.height, plane.pitch
     size = width * height
@@ -441,15 +447,34 @@ def test_a_plane_is_one_packet_or_a_kernel(gpu: Any, name: str) -> None:
     ctypes.memset(host, 0, size)
     gpu.call("hipMemcpy2D", *here, *there, width, height, 2)
     assert ctypes.string_at(host, size) == data.tobytes()
-    each = (1, size)
-    assert moved() == {(plane.engine, "h2d"): each, (plane.engine, "d2h"): each}
-    assert done() == {"pitched_copies": 2, "pitched_bytes": 2 * size}
+    expect_pitched(plane.packets, size)
+
+
+def expect_pitched(packets: int, size: int) -> None:
+    """A pitched copy of so many bytes each way, and the packets that each took."""
+    engine, each = "sdma" if packets else "blit", (1, size)
+    assert moved() == {(engine, "h2d"): each, (engine, "d2h"): each}
+    counts = {"pitched_copies": 2, "pitched_bytes": 2 * size}
+    assert done() == counts | ({"pitched_packets": 2 * packets} if packets else {})
+
+
+@pytest.mark.parametrize("height", [256, 257])
+def test_many_rows_at_an_odd_pitch_are_a_kernel_in_newer_releases(
+    gpu: Any, profile: str, height: int
+) -> None:
+    """clr's rocblit.cpp, kSdmaRectRowSerializeLimit."""
+    device, host = gpu.malloc(130 * height), host_memory(gpu, 64 * height)
+    there, here = (device, 130), (host, 64)
+    gpu.call("hipMemcpy2D", *there, *here, 64, height, 1)
+    gpu.call("hipMemcpy2D", *here, *there, 64, height, 2)
+    is_kernel = profile == hipsim.PROFILES[-1] and height > 256
+    expect_pitched(0 if is_kernel else height, 64 * height)
 
 
 class Box(NamedTuple):
     """One side is compact host memory; the other side's pitches are in bytes, rows."""
 
-    engine: str
+    packets: int
     width: int
     height: int
     depth: int
@@ -458,23 +483,26 @@ class Box(NamedTuple):
 
 
 BOXES = {
-    "one packet": Box("sdma", 64, 2, 2, 128, 3),
-    "odd width": Box("blit", 63, 2, 2, 128, 3),
-    "odd pitch": Box("blit", 64, 2, 2, 129, 4),
-    "most slices": Box("sdma", 4, 2, SLICES - 1, 8, 2),
-    "too many slices": Box("blit", 4, 2, SLICES, 8, 2),
-    "widest row": Box("sdma", 4, 2, 2, (ROW_LIMIT - 1) * 4, 2),
-    "too wide a row": Box("blit", 4, 2, 2, ROW_LIMIT * 4, 2),
-    "too wide a row of one slice": Box("sdma", 4, 2, 1, ROW_LIMIT * 4, 2),
-    "widest slice": Box("sdma", 4, 2, 2, MIB, SLICE_LIMIT * 4 // MIB - 1),
-    "too wide a slice": Box("blit", 4, 2, 2, MIB, SLICE_LIMIT * 4 // MIB),
-    "the same of 8 bytes": Box("sdma", 8, 2, 2, MIB, SLICE_LIMIT * 4 // MIB),
+    "one packet": Box(1, 64, 2, 2, 128, 3),
+    "odd width, row by row": Box(6, 63, 2, 3, 128, 3),
+    "odd pitch, row by row": Box(6, 64, 2, 3, 129, 4),
+    "most slices": Box(1, 4, 2, SLICES, 8, 2),
+    "too many slices": Box(2, 4, 2, SLICES + 1, 8, 2),
+    "widest pitch": Box(1, 4, 2, 2, ROW_LIMIT * 4, 2),
+    "too wide a pitch": Box(0, 4, 2, 2, ROW_LIMIT * 4 + 4, 2),
+    "the same of 8 bytes": Box(1, 8, 2, 2, ROW_LIMIT * 4 + 8, 2),
+    "rows of one slice as slices": Box(1, 4, 2, 1, ROW_LIMIT * 4 + 4, 2),
+    "widest slice": Box(1, 4, 2, 2, MIB, SLICE_LIMIT * 4 // MIB),
+    "too wide a slice": Box(0, 4, 2, 2, MIB, SLICE_LIMIT * 4 // MIB + 1),
+    "the same slice of 8 bytes": Box(1, 8, 2, 2, MIB, SLICE_LIMIT * 4 // MIB + 1),
+    # The form of a plane whose rows are too far apart for a call of two dimensions.
+    "one row in each slice": Box(1, 64, 1, 5, 128, 3),
 }
 
 
 @pytest.mark.parametrize("name", BOXES)
-def test_a_box_is_one_packet_or_a_kernel(gpu: Any, name: str) -> None:
-    engine, width, height, depth, pitch, rows = BOXES[name]
+def test_a_box_is_made_of_packets_or_a_kernel(gpu: Any, name: str) -> None:
+    packets, width, height, depth, pitch, rows = BOXES[name]
     size = width * height * depth
     there = (gpu.malloc(pitch * rows * depth), pitch, rows)
     here = (host_memory(gpu, size), width, height)
@@ -486,8 +514,7 @@ def test_a_box_is_one_packet_or_a_kernel(gpu: Any, name: str) -> None:
     gpu.call("hipMemcpy3DAsync", gpu.box(here, there, extent), None)
     gpu.call("hipDeviceSynchronize")
     assert ctypes.string_at(here[0], size) == data.tobytes()
-    assert moved() == {(engine, "h2d"): (1, size), (engine, "d2h"): (1, size)}
-    assert done() == {"pitched_copies": 2, "pitched_bytes": 2 * size}
+    expect_pitched(packets, size)
 
 
 @pytest.mark.parametrize("memory", ["hipMalloc", "virtual"])
@@ -513,6 +540,7 @@ def test_rectangles_within_a_side_or_of_pageable_memory(gpu: Any, memory: str) -
         staged = expected[1] in ("h2d", "d2h")
         assert hipsim.stats().staged_copies == (1 if staged else 0)
         assert hipsim.stats().pitched_copies == 1
+        assert hipsim.stats().pitched_packets == (1 if kind == no_cu else 0)
 
 
 ENGINES = """

@@ -316,6 +316,33 @@ def test_virtual_memory_copies_capture_and_batch(driver: Driver) -> None:
     driver.call("cuMemAddressFree", address, 2 * PIECE)
 
 
+def test_registrations_may_have_a_limit_and_copies_stay_in_one(driver: Driver) -> None:
+    host = np.zeros(3 * 4096, np.uint8)
+    begin = -(-host.ctypes.data // 4096) * 4096
+    cudasim.configure(max_registration_bytes=4096)
+    assert driver.lib.cuMemHostRegister_v2(begin, 4097, 0) == 2
+    for address in (begin, begin + 4096):
+        driver.call("cuMemHostRegister_v2", address, 4096, 0)
+    device = driver.make("cuMemAlloc_v2", 8192)
+    assert driver.lib.cuMemcpyHtoD_v2(device, begin, 4096) == 0
+    assert driver.lib.cuMemcpyHtoD_v2(device, begin, 4097) == 1
+    plane = cudasim.Memcpy2D(
+        srcMemoryType=cudasim.MEMORY_UNIFIED,
+        srcDevice=begin,
+        srcPitch=2048,
+        dstMemoryType=cudasim.MEMORY_UNIFIED,
+        dstDevice=device,
+        dstPitch=2048,
+        WidthInBytes=1024,
+    )
+    for rows, error in ((2, 0), (3, 1)):
+        plane.Height = rows
+        assert driver.lib.cuMemcpy2D_v2(ctypes.byref(plane)) == error
+    for address in (begin, begin + 4096):
+        driver.call("cuMemHostUnregister", address)
+    driver.call("cuMemFree_v2", device)
+
+
 IPC = """
 from vllm_rocm_memory.sim import cudasim
 lib = cudasim.load()

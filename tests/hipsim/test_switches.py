@@ -36,6 +36,7 @@ SWITCHES: dict[str, tuple[list[Any], list[Any]]] = {
     "host_device_pointers": ([True, False], []),
     "one_mapping_copies": ([True, False], []),
     "ignore_address_hints": ([True, False], []),
+    "max_registration_bytes": ([0, 1, 2**63 - 1], [-1, 2**63]),
     "host_reads": (["fault", "allow"], ["deny", "", 1]),
     "stale_memory": (["clean", "as_left", "poisoned"], ["dirty", "", 2]),
 }
@@ -64,6 +65,7 @@ def test_values_are_taken_or_refused(gpu: Any, name: str) -> None:
         (None, 1),
         (b"copy_latency_us", -1),
         (b"fill_latency_us", -(2**63)),
+        (b"max_registration_bytes", -1),
         (b"stale_memory", 3),
         (b"stale_memory", -1),
     ],
@@ -313,6 +315,29 @@ def test_copies_may_have_to_stay_in_one_mapping(
         back(one_mapping_copies=False)
     for start, size in across:
         assert errors(start, size) == [0] * 5
+
+
+def test_registrations_may_have_a_limit(gpu: Any, back: Callable[..., None]) -> None:
+    host = gpu.pageable(4 * PAGE).ctypes.data
+
+    def register(size: int) -> int:
+        error: int = gpu.lib.hipHostRegister(host, size, 0)
+        if error == 0:
+            gpu.call("hipHostUnregister", host)
+        return error
+
+    hipsim.configure(max_registration_bytes=2 * PAGE)
+    assert register(2 * PAGE) == 0
+    assert gpu.lib.hipGetLastError() == 0
+    assert register(2 * PAGE + 1) == 2
+    assert gpu.lib.hipGetLastError() == 2
+    assert hipsim.stats().registered_ranges == 0
+    # What is wrong with the range itself comes first.
+    assert gpu.lib.hipHostRegister(None, 4 * PAGE, 0) == 1
+    # Memory of the runtime's own is no registration.
+    gpu.defer("hipHostFree", gpu.make("hipHostMalloc", 4 * PAGE, 0))
+    back(max_registration_bytes=0)
+    assert register(4 * PAGE) == 0
 
 
 def test_hints_may_be_ignored(gpu: Any, back: Callable[..., None]) -> None:

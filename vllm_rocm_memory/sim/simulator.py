@@ -40,6 +40,7 @@ CONTROLS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """What each library exports beside its vendor's functions: results and arguments."""
 
 _MAX_LATENCY_US = 3600 * 10**6
+_MAX_SWITCH = 2**63 - 1
 _STALE_MEMORY = ("clean", "as_left", "poisoned")
 
 
@@ -69,6 +70,8 @@ class Stats:
         batch_calls: Batches that were accepted, with `batch_copies` in all.
         staged_copies: Made from or to pageable host memory, with `staged_bytes`.
         pitched_copies: Made of rectangles and boxes, with `pitched_bytes`.
+        pitched_packets: That copy engines took for them: one for a rectangle within the
+            limits of a packet.
         fills: Made of device and page-locked memory, with `filled_bytes`.
         pending_faults: Asked for with `fail`, and not come yet.
         memory_faults: Each would have ended the process on a GPU.
@@ -106,6 +109,7 @@ class Stats:
     staged_bytes: int
     pitched_copies: int
     pitched_bytes: int
+    pitched_packets: int
     fills: int
     filled_bytes: int
     pending_faults: int
@@ -240,6 +244,7 @@ class Simulator:
         host_device_pointers: bool | None = None,
         one_mapping_copies: bool | None = None,
         ignore_address_hints: bool | None = None,
+        max_registration_bytes: int | None = None,
         host_reads: Literal["fault", "allow"] | None = None,
         stale_memory: Literal["clean", "as_left", "poisoned"] | None = None,
     ) -> None:
@@ -254,6 +259,8 @@ class Simulator:
                 another address than the host does.
             one_mapping_copies: A copy across the end of a mapping is refused.
             ignore_address_hints: A reservation never lies where the caller wished.
+            max_registration_bytes: Host memory of more bytes than this cannot be
+                registered, for want of memory; 0 is no limit.
             host_reads: What happens when the host touches virtual memory that has no
                 access descriptor for it.
             stale_memory: What is in the pages of new memory: zeroes, what their last
@@ -269,15 +276,18 @@ class Simulator:
             "host_device_pointers": host_device_pointers,
             "one_mapping_copies": one_mapping_copies,
             "ignore_address_hints": ignore_address_hints,
+            "max_registration_bytes": max_registration_bytes,
             "host_reads": _choice("host_reads", host_reads, ("fault", "allow")),
             "stale_memory": _choice("stale_memory", stale_memory, _STALE_MEMORY),
         }
-        for name in ("copy_latency_us", "fill_latency_us"):
-            latency = values[name]
-            if latency is not None and not 0 <= latency <= _MAX_LATENCY_US:
-                raise ValueError(
-                    f"{name} is {latency}; it must be from 0 to {_MAX_LATENCY_US}"
-                )
+        for name, most in (
+            ("copy_latency_us", _MAX_LATENCY_US),
+            ("fill_latency_us", _MAX_LATENCY_US),
+            ("max_registration_bytes", _MAX_SWITCH),
+        ):
+            number = values[name]
+            if number is not None and not 0 <= number <= most:
+                raise ValueError(f"{name} is {number}; it must be from 0 to {most}")
         for name, value in values.items():
             if value is not None:
                 self.load().hipsim_set_switch(name.encode(), value)

@@ -60,7 +60,6 @@ struct Box {
 
 // Do the rows and the slices that the copy takes part of have room for it?
 Error check_box(const Box& box, const Shape& shape) {
-  constexpr size_t kMaxPitch = 0x7FFFFFFF;
   if (box.type == CU_MEMORYTYPE_ARRAY) return Error::kNotSupported;
   if (box.type != CU_MEMORYTYPE_HOST && box.type != CU_MEMORYTYPE_DEVICE &&
       box.type != CU_MEMORYTYPE_UNIFIED) {
@@ -69,9 +68,7 @@ Error check_box(const Box& box, const Shape& shape) {
   const auto fits = [](size_t begin, size_t count, size_t room) {
     return begin <= room && count <= room - begin;
   };
-  const bool one_row = shape.height <= 1 && shape.depth <= 1;
-  const bool sound = (one_row || box.pitch <= kMaxPitch) &&
-                     fits(box.x, shape.width, box.pitch) &&
+  const bool sound = fits(box.x, shape.width, box.pitch) &&
                      fits(box.y, shape.height, box.rows) && box.first_byte();
   return sound ? Error::kSuccess : Error::kInvalidValue;
 }

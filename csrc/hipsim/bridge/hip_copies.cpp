@@ -87,7 +87,6 @@ std::optional<Corner> corner_of(const hipPitchedPtr& pointer, const hipPos& posi
 
 // Arrays are textures' memory, of which the simulator has none.
 Error check_box(const hipMemcpy3DParms& box) {
-  constexpr size_t kMaxPitch = 0x7FFFFFFF;
   if (!names_one_memory(box.srcArray, box.srcPtr) ||
       !names_one_memory(box.dstArray, box.dstPtr)) {
     return Error::kInvalidValue;
@@ -96,7 +95,7 @@ Error check_box(const hipMemcpy3DParms& box) {
   if (box.srcPtr.pitch < box.srcPtr.xsize || box.dstPtr.pitch < box.dstPtr.xsize) {
     return Error::kInvalidPitch;
   }
-  if (box.srcPtr.pitch >= kMaxPitch || box.dstPtr.pitch >= kMaxPitch) {
+  if (std::max(box.srcPtr.pitch, box.dstPtr.pitch) >= hipsim::kMaxPitch) {
     return Error::kInvalidValue;
   }
   const bool fits = row_holds(box.srcPtr, box.srcPos, box.extent.width) &&

@@ -28,7 +28,7 @@ constexpr Attribute kAttributes[] = {
     {hipDeviceAttributeAsyncEngineCount, 2},
     {hipDeviceAttributeCanMapHostMemory, 1},
     {hipDeviceAttributeIntegrated, 0},
-    {hipDeviceAttributeMaxPitch, 0x7FFFFFFF},
+    {hipDeviceAttributeMaxPitch, hipsim::kMaxPitch},
     {hipDeviceAttributePciDeviceId, 0},
     {hipDeviceAttributePciDomainId, 0},
     {hipDeviceAttributeUnifiedAddressing, 1},

@@ -61,6 +61,9 @@ int hipsim_fail(const char* call, uint64_t nth, int error);
  *                         another address than the host does
  *   one_mapping_copies    not 0: a copy across the end of a mapping is refused
  *   ignore_address_hints  not 0: a reservation never lies where the caller wished
+ *   max_registration_bytes
+ *                         the most bytes of host memory that one call registers, what
+ *                         is more is out of memory; 0: no limit
  *   host_reads            0: the host faults at virtual memory without an access
  *                         descriptor for it; 1: it gets in where a device does
  *   stale_memory          what is in the pages of new memory. 0: zeroes; 1: what their
@@ -81,6 +84,7 @@ struct hipsim_stat {
  *   batch_calls, batch_copies       accepted
  *   staged_copies, staged_bytes     moved to or from pageable host memory
  *   pitched_copies, pitched_bytes   rectangles and boxes
+ *   pitched_packets                 that copy engines took for them
  *   fills, filled_bytes             made
  *   pending_faults                  asked for with hipsim_fail() and not come yet
  *   memory_faults                   on a GPU the process would have died

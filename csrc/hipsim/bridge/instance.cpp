@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -43,6 +44,7 @@ const std::vector<Switch>& switches() {
       {"host_device_pointers", {"0", "1"}},
       {"one_mapping_copies", {"0", "1"}},
       {"ignore_address_hints", {"0", "1"}},
+      {"max_registration_bytes", {}, std::numeric_limits<int64_t>::max()},
       {"stale_memory", {"clean", "as_left", "poisoned"}},
   };
   return *all;

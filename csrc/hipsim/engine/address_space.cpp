@@ -109,6 +109,7 @@ Error AddressSpace::register_host(void* pointer, size_t bytes, bool aliased) {
   if (window_.touches(begin, bytes)) return Error::kInvalidValue;
   if (touches_host_range(begin, bytes)) return Error::kHostMemoryAlreadyRegistered;
   if (!is_mapped(begin, bytes)) return Error::kInvalidValue;
+  if (most_registered_ && bytes > *most_registered_) return Error::kOutOfMemory;
   const uint64_t id = ++last_id_;
   uintptr_t alias = 0;
   if (aliased) {

@@ -66,6 +66,9 @@ class AddressSpace {
   // device knows the range by another address than the host does.
   Error register_host(void* pointer, size_t bytes, bool aliased);
 
+  // A registration of more is kOutOfMemory. Counts for what is made from now on.
+  void limit_registrations(std::optional<size_t> bytes) { most_registered_ = bytes; }
+
   // What a device calls the byte of registered or allocated host memory.
   Error device_pointer(const void* host, void** pointer) const;
 
@@ -132,6 +135,7 @@ class AddressSpace {
   Error locate_host(uintptr_t address, size_t bytes, Place* place) const;
 
   bool host_may_access_ = true;
+  std::optional<size_t> most_registered_;
   uint64_t last_id_ = 0;
   Window window_;
   std::vector<std::unique_ptr<Vram>> vrams_;

@@ -11,39 +11,52 @@ namespace {
 
 constexpr size_t kAlignment = 4;
 constexpr size_t kMostElement = 16;
-constexpr int kRowPitchBits = 19;
-constexpr int kSlicePitchBits = 28;
-constexpr int kSliceBits = 11;
+// In elements, but for the distance in bytes from which on rows go as slices.
+constexpr size_t kMostRowPitch = size_t{1} << 19;
+constexpr size_t kMostSlicePitch = size_t{1} << 28;
+constexpr size_t kMostRowElements = size_t{1} << 14;
+constexpr size_t kMostRows = size_t{1} << 14;
+constexpr size_t kMostSlices = size_t{1} << 11;
 
-bool fits_bits(size_t value, int bits) { return value >> bits == 0; }
+size_t pieces(size_t count, size_t most) { return (count - 1) / most + 1; }
 
-// All distances that count for the shape, in one number.
-size_t distances_of(const Side& side, const Shape& shape) {
-  return (shape.height > 1 ? side.pitch.row : 0) |
-         (shape.depth > 1 ? side.pitch.slice : 0);
-}
-
-// The largest unit that addresses, distances and the width are multiples of.
-size_t element_of(const Side& to, const Side& from, const Shape& shape) {
-  const size_t all = to.address | from.address | distances_of(to, shape) |
-                     distances_of(from, shape) | shape.width;
+// All numbers of `bits` are multiples of it.
+size_t largest_element(size_t bits) {
   size_t element = kMostElement;
-  while (all % element != 0) element /= 2;
+  while (bits % element != 0) element /= 2;
   return element;
 }
 
-bool is_aligned(const Side& side, const Shape& shape) {
-  return (side.address | distances_of(side, shape)) % kAlignment == 0;
+// The packets beside each other that hold a row. All but the last count in `element`,
+// which the row is so long to need; the last one covers what is left exactly.
+size_t count_strips(size_t width, size_t element) {
+  size_t strips = 0;
+  for (; width > 0; ++strips) {
+    const size_t exact = largest_element(element | width);
+    if (width / exact <= kMostRowElements) return strips + 1;
+    width -= std::min(width / element, kMostRowElements) * element;
+  }
+  return strips;
 }
 
-CopyEngine choose_engine(const EngineRule& rule, const Copy& copy, bool prefer_sdma) {
-  if (!rule.sdma) return CopyEngine::kBlit;
+// Has no packet for rectangles such a distance?
+bool goes_row_by_row(const Side& to, const Side& from) {
+  return (to.pitch.row | from.pitch.row | to.pitch.slice | from.pitch.slice) %
+             kAlignment !=
+         0;
+}
+
+// A copy that goes by its packets has some to go by.
+CopyEngine choose_engine(const EngineRule& rule, const Copy& copy, size_t packets,
+                         bool by_packets, bool prefer_sdma) {
+  if (!rule.sdma || (by_packets && packets == 0)) return CopyEngine::kBlit;
   if (prefer_sdma) return CopyEngine::kSdma;
   const bool crosses_the_link = copy.direction == Direction::kHostToDevice ||
                                 copy.direction == Direction::kDeviceToHost;
-  const bool suits = copy.pitched && !copy.staged
-                         ? fits_packet(copy.to, copy.from, copy.shape)
-                         : copy.shape.bytes() > rule.blit_bytes;
+  const bool too_many_rows = rule.max_row_copies != 0 &&
+                             packets > rule.max_row_copies &&
+                             goes_row_by_row(copy.to, copy.from);
+  const bool suits = by_packets ? !too_many_rows : copy.shape.bytes() > rule.blit_bytes;
   return crosses_the_link && suits ? CopyEngine::kSdma : CopyEngine::kBlit;
 }
 
@@ -65,21 +78,32 @@ std::optional<uintptr_t> box_address(uintptr_t base, size_t pitch, size_t rows,
   return address;
 }
 
-bool fits_packet(const Side& to, const Side& from, const Shape& shape) {
-  if (!is_aligned(to, shape) || !is_aligned(from, shape)) return false;
-  const size_t element = element_of(to, from, shape);
-  const auto fits = [&](const Side& side) {
-    const bool rows_fit = fits_bits(side.pitch.row / element, kRowPitchBits);
-    // A plane whose rows are too far apart goes as slices of one row.
-    if (shape.depth == 1) {
-      return shape.height == 1 || rows_fit ||
-             (fits_bits(side.pitch.row / element, kSlicePitchBits) &&
-              fits_bits(shape.height, kSliceBits));
-    }
-    return rows_fit && fits_bits(side.pitch.slice / element, kSlicePitchBits) &&
-           fits_bits(shape.depth, kSliceBits);
+size_t count_packets(const Side& to, const Side& from, const Shape& shape) {
+  if (goes_row_by_row(to, from)) return shape.height * shape.depth;
+  if ((to.address | from.address) % kAlignment != 0) return 0;
+
+  const bool as_slices =
+      shape.depth == 1 && std::max(to.pitch.row, from.pitch.row) > kMostRowPitch;
+  const auto distances = [&](const Side& side) {
+    return as_slices ? Pitch{0, side.pitch.row} : side.pitch;
   };
-  return fits(to) && fits(from);
+  const Pitch to_pitch = distances(to);
+  const Pitch from_pitch = distances(from);
+  const size_t rows = as_slices ? 1 : shape.height;
+  const size_t slices = as_slices ? shape.height : shape.depth;
+
+  size_t bits = to_pitch.row | from_pitch.row;
+  if (slices > 1) bits |= to_pitch.slice | from_pitch.slice;
+  const size_t element = largest_element(bits);
+  const size_t smallest = largest_element(element | shape.width);
+  const size_t row_pitch = std::max(to_pitch.row, from_pitch.row);
+  const size_t slice_pitch = std::max(to_pitch.slice, from_pitch.slice);
+  if (row_pitch / smallest > kMostRowPitch ||
+      (slices > 1 && slice_pitch / smallest > kMostSlicePitch)) {
+    return 0;
+  }
+  return pieces(slices, kMostSlices) * pieces(rows, kMostRows) *
+         count_strips(shape.width, element);
 }
 
 Direction direction_of(const Place& destination, const Place& source) {
@@ -101,9 +125,11 @@ Copy plan_copy(const EngineRule& rule, const Side& to, const Side& from,
             direction_of(to.place, from.place),
             CopyEngine::kHost,
             pageable_to != pageable_from};
-  if (!pageable_to || !pageable_from) {
-    copy.engine = choose_engine(rule, copy, prefer_sdma);
-  }
+  if (pageable_to && pageable_from) return copy;
+  const bool by_packets = pitched && !copy.staged;
+  const size_t packets = by_packets ? count_packets(to, from, shape) : 0;
+  copy.engine = choose_engine(rule, copy, packets, by_packets, prefer_sdma);
+  if (copy.engine == CopyEngine::kSdma) copy.packets = packets;
   return copy;
 }
 

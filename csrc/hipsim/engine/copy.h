@@ -18,6 +18,9 @@ constexpr int kCopyEngines = 3;
 enum class Direction { kHostToDevice, kDeviceToHost, kDeviceToDevice, kHostToHost };
 constexpr int kDirections = 4;
 
+// The largest distance of rows that devices of both vendors tell.
+constexpr size_t kMaxPitch = 0x7FFFFFFF;
+
 // How this process's runtime chooses an engine.
 struct EngineRule {
   // GPU_FORCE_BLIT_COPY_SIZE, in bytes: a copy of at most this size is a kernel.
@@ -25,6 +28,9 @@ struct EngineRule {
 
   // HSA_ENABLE_SDMA.
   bool sdma = true;
+
+  // The release's Profile::max_row_copies.
+  size_t max_row_copies = 0;
 };
 
 // `width` bytes in each of `height` rows in each of `depth` slices.
@@ -70,6 +76,9 @@ struct Copy {
   // page-locked buffer of the runtime, and the caller waits.
   bool staged;
 
+  // That a copy engine takes for a pitched copy.
+  size_t packets = 0;
+
   // What the source held when the call was made, if it was read then.
   std::shared_ptr<const std::vector<unsigned char>> taken = nullptr;
 };
@@ -81,13 +90,26 @@ Direction direction_of(const Place& destination, const Place& source);
 std::optional<uintptr_t> box_address(uintptr_t base, size_t pitch, size_t rows,
                                      size_t x, size_t y, size_t z);
 
-// Does one packet of a copy engine hold the shape? Copy packets before gfx12 count in
-// elements of up to 16 bytes, with 19 bits for the pitch of a row, 28 for that of a
-// slice and 11 for the number of slices; addresses and pitches are multiples of 4.
-bool fits_packet(const Side& to, const Side& from, const Shape& shape);
+// Note [Packets of pitched copies]
+//
+// From ROCr's amd_blit_sdma.cpp of 2025 and clr's rocblit.cpp of 2024. A rectangle
+// packet before gfx12 counts in elements of 1 to 16 bytes: the largest that both
+// sides' distances and the width are multiples of. A distance of rows has 19 bits, one
+// of slices 28; a packet holds 2^14 elements of a row, 2^14 rows and 2^11 slices, and
+// what is larger takes several. A plane with a distance of rows above 2^19 bytes, on
+// either side, goes as slices of one row.
+//
+// Addresses are multiples of 4. Where a distance is not, clr queues a linear copy for
+// each row, newer releases only up to a number of rows. Packets of gfx12 have wider
+// fields and are not modelled.
 
-// `prefer_sdma` is the caller's word, which passes over the size. Copies between two
-// addresses of one device, and between two devices, are accounted to the kernel.
+// How many packets a copy engine takes for the shape; 0 where none hold it, so that the
+// runtime falls back to its kernel.
+size_t count_packets(const Side& to, const Side& from, const Shape& shape);
+
+// `prefer_sdma` is the caller's word, which passes over the size, but makes no packet
+// hold what none does. Copies between two addresses of one device, and between two
+// devices, are accounted to the kernel.
 Copy plan_copy(const EngineRule& rule, const Side& to, const Side& from,
                const Shape& shape, bool pitched, bool prefer_sdma);
 

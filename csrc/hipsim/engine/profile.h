@@ -36,6 +36,11 @@ struct Profile {
   // descriptors overrun their buffer; 0 is no limit.
   size_t max_blit_batch = 0;
 
+  // --- pitched copies --------------------------------------------------------------
+  // The most rows that go over the link one by one, where packets for rectangles have
+  // no such distance; more are the kernel's. 0 is no limit.
+  size_t max_row_copies = 0;
+
   // --- virtual memory --------------------------------------------------------------
   size_t granularity = 0;
   size_t recommended_granularity = 0;

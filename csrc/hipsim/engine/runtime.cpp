@@ -57,6 +57,7 @@ void Runtime::reset(const Profile* profile) {
   counters_ = {};
   captures_.reset();
   let_host_in(options_.host_reads);
+  memory_.limit_registrations(std::nullopt);
   for (int device = 0; device < devices(); ++device) {
     memory_.vram(device).set_stale_pages(StalePages::kClean);
   }
@@ -84,6 +85,11 @@ bool Runtime::set_switch(std::string_view name, int64_t value) {
   }
   if (name == "host_reads" && (value == 0 || value == 1)) {
     let_host_in(value == 1);
+    return true;
+  }
+  if (name == "max_registration_bytes" && value >= 0) {
+    memory_.limit_registrations(value == 0 ? std::nullopt
+                                           : std::make_optional<size_t>(value));
     return true;
   }
   if (value < 0 || value > kMaxLatency.count()) return false;
@@ -136,6 +142,7 @@ std::vector<std::pair<std::string, uint64_t>> Runtime::stats() const {
       {"staged_bytes", counters_.staged.bytes},
       {"pitched_copies", counters_.pitched.copies},
       {"pitched_bytes", counters_.pitched.bytes},
+      {"pitched_packets", counters_.pitched_packets},
       {"fills", counters_.fills.copies},
       {"filled_bytes", counters_.fills.bytes},
       {"pending_faults", calls_.pending()},

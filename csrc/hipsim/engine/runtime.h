@@ -317,6 +317,7 @@ class Runtime {
     uint64_t batch_copies = 0;
     Tally staged;
     Tally pitched;
+    uint64_t pitched_packets = 0;
     Tally fills;
     uint64_t memory_faults = 0;
     uint64_t ipc_exports = 0;

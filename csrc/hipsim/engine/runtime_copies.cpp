@@ -113,6 +113,7 @@ void Runtime::account(const std::vector<Copy>& copies, size_t made) {
     add(counters_.copies[engine][direction], copy);
     if (copy.staged) add(counters_.staged, copy);
     if (copy.pitched) add(counters_.pitched, copy);
+    counters_.pitched_packets += copy.packets;
   }
 }
 
@@ -195,7 +196,9 @@ Error Runtime::plan(const Caller& caller, Side to, Side from, const Shape& shape
     error = locate(caller, &from, from.extent(shape), one_mapping, false);
   }
   if (error != Error::kSuccess) return error;
-  *copy = plan_copy(options_.engines, to, from, shape, pitched, prefer_sdma);
+  EngineRule engines = options_.engines;
+  engines.max_row_copies = profile_->max_row_copies;
+  *copy = plan_copy(engines, to, from, shape, pitched, prefer_sdma);
   return Error::kSuccess;
 }
 
@@ -267,6 +270,10 @@ Error Runtime::copy_pitched(const Caller& caller, const PitchedCopy& copy,
   }
   if (shape.width > copy.destination_pitch.row || shape.width > copy.source_pitch.row) {
     return Error::kInvalidPitch;
+  }
+  if (!profile_->cuda &&
+      std::max(copy.destination_pitch.row, copy.source_pitch.row) > kMaxPitch) {
+    return Error::kInvalidValue;
   }
   if (!is_countable(shape, copy.destination_pitch) ||
       !is_countable(shape, copy.source_pitch)) {

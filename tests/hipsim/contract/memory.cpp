@@ -262,6 +262,38 @@ CASE(memory, neighbouring_pieces_are_registered_one_by_one,
   }
 }
 
+CASE(memory, a_copy_stays_in_one_registration, "clr hip_memory.cpp", hipMemcpy,
+     hipMemcpyAsync, hipMemcpyBatchAsync) {
+  constexpr size_t kPiece = 4 * 4096;
+  Pages pages(2 * kPiece);
+  REQUIRE_OK(hipHostRegister(pages.at(0), kPiece, 0));
+  const Holder<void*, &hipHostUnregister> first(pages.at(0));
+  REQUIRE_OK(hipHostRegister(pages.at(kPiece), kPiece, 0));
+  const Holder<void*, &hipHostUnregister> second(pages.at(kPiece));
+  DeviceMemory device(2 * kPiece);
+  Stream stream;
+  const auto batch = [&](void* to, void* from, size_t bytes) {
+    size_t fail_index = 0;
+    return hipMemcpyBatchAsync(&to, &from, &bytes, 1, nullptr, nullptr, 0, &fail_index,
+                               stream);
+  };
+  // Up to the end of the first, and one byte beyond.
+  for (const size_t begin : {size_t{0}, size_t{1}, kPiece - 1}) {
+    unsigned char* const host = pages.at(begin);
+    for (const bool crosses : {false, true}) {
+      const size_t bytes = kPiece - begin + (crosses ? 1 : 0);
+      const hipError_t expected = crosses ? hipErrorInvalidValue : hipSuccess;
+      EXPECT_ERROR(hipMemcpy(device, host, bytes, hipMemcpyHostToDevice), expected);
+      EXPECT_ERROR(hipMemcpy(host, device, bytes, hipMemcpyDefault), expected);
+      EXPECT_ERROR(hipMemcpyAsync(host, device, bytes, hipMemcpyDeviceToHost, stream),
+                   expected);
+      EXPECT_ERROR(batch(device, host, bytes), expected);
+      EXPECT_ERROR(batch(host, device, bytes), expected);
+    }
+  }
+  EXPECT_OK(hipStreamSynchronize(stream));
+}
+
 CASE(memory, unregister_waits_for_the_device, "clr hip_memory.cpp", hipHostUnregister) {
   Stream stream;
   Pages pages(4096);

@@ -147,6 +147,42 @@ CASE(pitched, rows_far_apart, "clr rocblit.cpp; ROCr hsa_amd_memory_async_copy_r
   }
 }
 
+// That it is the copy engines that make these is what hipsim accounts.
+CASE(pitched, rectangles_within_a_packet_are_one,
+     "clr rocblit.cpp; ROCr amd_blit_sdma.cpp", hipMemcpy2DAsync, hipMemcpy3DAsync) {
+  constexpr size_t kPage = 16 * 1024;
+  constexpr size_t kRows = 8;
+  constexpr size_t kFar = size_t{1} << 20;
+  DeviceMemory device((kRows - 1) * kFar + kPage);
+  RegisteredMemory host(kRows * kPage);
+  Stream stream;
+  const uint64_t packets = stat("pitched_packets");
+  const uint64_t copies = stat("copies.sdma.h2d");
+  const Bytes bytes = random_bytes(kRows * kPage, 1);
+  std::copy(bytes.begin(), bytes.end(), host.at(0));
+  EXPECT_OK(hipMemcpy2DAsync(device, kFar, host.get(), kPage, kPage, kRows,
+                             hipMemcpyDefault, stream));
+  EXPECT_OK(hipStreamSynchronize(stream));
+  for (const size_t row : {size_t{0}, kRows - 1}) {
+    const auto expected = bytes.begin() + static_cast<long>(row * kPage);
+    EXPECT_BYTES(download(device.at(row * kFar), kPage).data(),
+                 Bytes(expected, expected + static_cast<long>(kPage)));
+  }
+  // The same with a smaller pitch, of which kFar is a multiple, as slices of one row.
+  std::fill_n(host.at(0), host.size(), kUntouched);
+  hipMemcpy3DParms slices = {};
+  slices.srcPtr = {device.get(), kPage, kPage, kFar / kPage};
+  slices.dstPtr = {host.get(), kPage, kPage, 1};
+  slices.extent = {kPage, 1, kRows};
+  slices.kind = hipMemcpyDefault;
+  EXPECT_OK(hipMemcpy3DAsync(&slices, stream));
+  EXPECT_OK(hipStreamSynchronize(stream));
+  EXPECT_BYTES(host.get(), bytes);
+  if (!simulated()) return;
+  EXPECT_EQ(stat("pitched_packets"), packets + 2);
+  EXPECT_EQ(stat("copies.sdma.h2d"), copies + 1);
+}
+
 CASE(pitched, a_rectangle_may_end_with_its_memory, "clr hip_memory.cpp", hipMemcpy2D) {
   constexpr size_t kWidth = 100;
   constexpr size_t kPitch = 128;
@@ -208,6 +244,58 @@ CASE(pitched, pitches_beyond_the_devices_limit, "hip-tests memory/hipMemcpy2D.cc
   EXPECT_ERROR(hipMemcpy2D(pair.host.get(), 128, pair.device, beyond, 100, 2,
                            hipMemcpyDeviceToHost),
                hipErrorInvalidValue);
+}
+
+CASE(pitched, the_devices_limit_is_the_last_pitch,
+     "hip-tests memory/hipMemcpy2D.cc; docs/hipsim.md, Where it is stricter",
+     hipMemcpy2D, hipMemcpy2DAsync) {
+  if (!simulated()) SKIP("clr was read to check nothing but the size of the memory");
+  int limit = 0;
+  REQUIRE_OK(hipDeviceGetAttribute(&limit, hipDeviceAttributeMaxPitch, 0));
+  const size_t beyond = static_cast<size_t>(limit) + 1;
+  DeviceMemory device(beyond + 4096);
+  RegisteredMemory host(4096);
+  Stream stream;
+  const auto store = [&](size_t pitch) {
+    return hipMemcpy2D(host.get(), 128, device, pitch, 100, 2, hipMemcpyDefault);
+  };
+  EXPECT_OK(store(beyond - 4));
+  EXPECT_OK(store(limit));
+  EXPECT_ERROR(store(beyond), hipErrorInvalidValue);
+  EXPECT_ERROR(hipMemcpy2DAsync(device, beyond, host.get(), 128, 100, 2,
+                                hipMemcpyDefault, stream),
+               hipErrorInvalidValue);
+}
+
+CASE(pitched, a_rectangle_stays_in_one_registration, "clr hip_memory.cpp", hipMemcpy2D,
+     hipMemcpy2DAsync) {
+  // clr compares the extent with the size of the whole registration, wherever the
+  // rectangle begins: from here on it is too much by any reading.
+  constexpr size_t kPiece = 4 * 4096;
+  Pages pages(2 * kPiece);
+  REQUIRE_OK(hipHostRegister(pages.at(0), kPiece, 0));
+  const Holder<void*, &hipHostUnregister> first(pages.at(0));
+  REQUIRE_OK(hipHostRegister(pages.at(kPiece), kPiece, 0));
+  const Holder<void*, &hipHostUnregister> second(pages.at(kPiece));
+  DeviceMemory device(2 * kPiece);
+  Stream stream;
+  for (const hipMemcpyKind kind : {hipMemcpyDefault, hipMemcpyHostToDevice}) {
+    EXPECT_OK(hipMemcpy2D(device, 4096, pages.get(), 4096, 100, 4, kind));
+    EXPECT_OK(hipMemcpy2D(device, 4096, pages.at(kPiece), 4096, 100, 4, kind));
+    EXPECT_ERROR(hipMemcpy2D(device, 4096, pages.get(), 4096, 100, 5, kind),
+                 hipErrorInvalidValue);
+  }
+  for (const hipMemcpyKind kind : {hipMemcpyDefault, hipMemcpyDeviceToHost}) {
+    EXPECT_OK(hipMemcpy2DAsync(pages.get(), 4096, device, 4096, 100, 4, kind, stream));
+    EXPECT_ERROR(
+        hipMemcpy2DAsync(pages.get(), 4096, device, 4096, 100, 5, kind, stream),
+        hipErrorInvalidValue);
+  }
+  EXPECT_OK(hipStreamSynchronize(stream));
+  if (!simulated()) return;
+  EXPECT_ERROR(
+      hipMemcpy2D(device, 4096, pages.at(2 * 4096), 4096, 100, 3, hipMemcpyDefault),
+      hipErrorInvalidValue);
 }
 
 CASE(pitched, rectangles_from_or_to_nowhere, "hip-tests memory/hipMemcpy2D.cc",

@@ -308,6 +308,41 @@ CASE(virtual_memory, a_pitched_copy_stays_in_one_mapping, "clr hip_memory.cpp",
   EXPECT_OK(store(kChunk, 4));
 }
 
+// The direction is the addresses' own, as for hipMalloc's memory.
+CASE(virtual_memory, pitched_copies_there_and_back, "clr hip_memory.cpp",
+     hipMemcpy2DAsync, hipMemcpy3DAsync) {
+  need_checked_copies();
+  MappedMemory memory({kChunk, kChunk});
+  RegisteredMemory host(2 * kBytes);
+  Stream stream;
+  constexpr size_t kPitch = kChunk / 4;
+  constexpr size_t kWidth = kBytes / 4;
+  const uint64_t packets = stat("pitched_packets");
+  const uint64_t copies = stat("copies.sdma.d2h");
+  for (const size_t begin : {size_t{0}, kChunk}) {
+    const Bytes bytes = random_bytes(kBytes, 1 + static_cast<unsigned>(begin));
+    std::copy(bytes.begin(), bytes.end(), host.at(0));
+    EXPECT_OK(hipMemcpy2DAsync(memory.at(begin), kPitch, host.get(), kWidth, kWidth, 4,
+                               hipMemcpyDefault, stream));
+    EXPECT_OK(hipMemcpy2DAsync(host.at(kBytes), kWidth, memory.at(begin), kPitch,
+                               kWidth, 4, hipMemcpyDefault, stream));
+    EXPECT_OK(hipStreamSynchronize(stream));
+    EXPECT_BYTES(host.at(kBytes), bytes);
+    std::fill_n(host.at(kBytes), kBytes, static_cast<unsigned char>(0));
+    hipMemcpy3DParms box = {};
+    box.srcPtr = {memory.at(begin), kWidth, kWidth, kPitch / kWidth};
+    box.dstPtr = {host.at(kBytes), kWidth, kWidth, 1};
+    box.extent = {kWidth, 1, 4};
+    box.kind = hipMemcpyDefault;
+    EXPECT_OK(hipMemcpy3DAsync(&box, stream));
+    EXPECT_OK(hipStreamSynchronize(stream));
+    EXPECT_BYTES(host.at(kBytes), bytes);
+  }
+  if (!simulated()) return;
+  EXPECT_EQ(stat("pitched_packets"), packets + 6);
+  EXPECT_EQ(stat("copies.sdma.d2h"), copies + 4);
+}
+
 CASE(virtual_memory, a_copy_from_or_to_what_is_not_mapped,
      "docs/hipsim.md, Where it is stricter", hipMemcpy, hipMemset) {
   if (!simulated()) SKIP("HIP takes the address for the host's");

@@ -874,9 +874,11 @@ void Program::ask(uint8_t call) {
 
 void Program::control(uint8_t call) {
   constexpr const char* kSwitches[] = {
-      "corrupt_loads", "host_device_pointers", "one_mapping_copies",
-      "host_reads",    "copy_latency_us",      "fill_latency_us",
-      "stale_memory",  "no_such_switch",       "ignore_address_hints"};
+      "corrupt_loads",        "host_device_pointers",
+      "one_mapping_copies",   "host_reads",
+      "copy_latency_us",      "fill_latency_us",
+      "stale_memory",         "no_such_switch",
+      "ignore_address_hints", "max_registration_bytes"};
   hipsim_stat stats[3];
   switch (call % 4) {
     case 0:

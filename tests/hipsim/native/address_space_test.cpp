@@ -279,6 +279,19 @@ TEST(a_device_has_an_address_of_its_own_for_host_memory) {
   CHECK_OK(locate(memory, inside, kPage, &by_alias));
 }
 
+TEST(a_registration_has_a_limit_if_there_is_one) {
+  AddressSpace memory(1, kVram);
+  std::vector<char> buffer(1000);
+  char* base = buffer.data();
+  memory.limit_registrations(100);
+  CHECK_ERROR(memory.register_host(base, 101, false), kOutOfMemory);
+  CHECK_ERROR(memory.register_host(nullptr, 101, false), kInvalidValue);
+  CHECK_OK(memory.register_host(base, 100, false));
+  CHECK_ERROR(memory.register_host(base, 101, false), kHostMemoryAlreadyRegistered);
+  memory.limit_registrations(std::nullopt);
+  CHECK_OK(memory.register_host(base + 100, 900, false));
+}
+
 TEST(aliases_give_their_addresses_back) {
   AddressSpace memory(1, kVram);
   narrow_window(memory, 3 * kPage);

@@ -69,7 +69,7 @@ TEST(engines_are_chosen_by_rule) {
   CHECK(small.engine == sdma);
 }
 
-TEST(a_rectangle_is_one_packet_whatever_its_size) {
+TEST(a_rectangle_goes_by_its_packets_whatever_its_size) {
   const auto engine = [](const Place& to, const Place& from, size_t width, size_t pitch,
                          bool prefer_sdma = false) {
     return plan_copy({}, side(to, {pitch, 0}), side(from, {pitch, 0}), {width, 2}, true,
@@ -79,14 +79,58 @@ TEST(a_rectangle_is_one_packet_whatever_its_size) {
   CHECK(engine(kDevicePlace, kRegistered, 16, 64) == CopyEngine::kSdma);
   CHECK(engine(kRegistered, kVirtualPlace, 16, 64) == CopyEngine::kSdma);
   CHECK(engine(kDevicePlace, kRegistered, 2, 64) == CopyEngine::kSdma);
-  CHECK(engine(kDevicePlace, kRegistered, 16, 62) == CopyEngine::kBlit);
+  CHECK(engine(kDevicePlace, kRegistered, 16, 62) == CopyEngine::kSdma);
+  CHECK(engine(kDevicePlace, kRegistered, 15, size_t{1} << 31) == CopyEngine::kBlit);
   CHECK(engine(kDevicePlace, kDevicePlace, 16, 64) == CopyEngine::kBlit);
   CHECK(engine(kRegistered, kRegistered, 16, 64) == CopyEngine::kBlit);
   CHECK(engine(kPageable, kPageable, 16, 64) == CopyEngine::kHost);
   CHECK(engine(kDevicePlace, kDevicePlace, 2, 62, true) == CopyEngine::kSdma);
+  // The caller's word makes no packet hold it.
+  CHECK(engine(kDevicePlace, kDevicePlace, 15, size_t{1} << 31, true) ==
+        CopyEngine::kBlit);
   // What is staged goes through a buffer, so that its size decides.
   CHECK(engine(kDevicePlace, kPageable, 16, 64) == CopyEngine::kBlit);
   CHECK(engine(kDevicePlace, kPageable, 16384, 65536) == CopyEngine::kSdma);
+}
+
+TEST(a_copy_knows_its_packets) {
+  const auto count = [](const Place& to, const Place& from, const Shape& shape,
+                        bool pitched, bool sdma = true, bool prefer_sdma = false) {
+    return plan_copy({0, sdma}, side(to, {64, 0}), side(from, {66, 0}), shape, pitched,
+                     prefer_sdma)
+        .packets;
+  };
+  CHECK_EQ(count(kDevicePlace, kRegistered, {16, 3}, true), 3);
+  CHECK_EQ(count(kRegistered, kVirtualPlace, {16, 3}, true), 3);
+  // Linear copies, kernels, and what goes through a buffer have none.
+  CHECK_EQ(count(kDevicePlace, kRegistered, {48}, false), 0);
+  CHECK_EQ(count(kDevicePlace, kRegistered, {16, 3}, true, false), 0);
+  CHECK_EQ(count(kDevicePlace, kDevicePlace, {16, 3}, true), 0);
+  CHECK_EQ(count(kDevicePlace, kPageable, {16, 3}, true), 0);
+  CHECK_EQ(count(kDevicePlace, kDevicePlace, {16, 3}, true, true, true), 3);
+}
+
+TEST(many_rows_at_distances_without_packets_are_a_kernel) {
+  const auto plan = [](const Place& to, const Shape& shape, size_t pitch, size_t most,
+                       bool prefer_sdma = false) {
+    EngineRule rule;
+    rule.max_row_copies = most;
+    return plan_copy(rule, side(to, {pitch, pitch * shape.height}),
+                     side(to.on_device() ? kRegistered : kDevicePlace, {64, 0}), shape,
+                     true, prefer_sdma);
+  };
+  for (const Place& to : {kDevicePlace, kRegistered}) {
+    CHECK_EQ(plan(to, {16, 9}, 66, 9).packets, 9);
+    CHECK_EQ(plan(to, {16, 3, 3}, 66, 9).packets, 9);
+    CHECK_EQ(plan(to, {16, 1 << 14}, 66, 0).packets, 1 << 14);
+    for (const Shape& shape : {Shape{16, 10}, Shape{16, 5, 2}}) {
+      const Copy copy = plan(to, shape, 66, 9);
+      CHECK(copy.engine == CopyEngine::kBlit && copy.packets == 0);
+    }
+    // What has packets for its distances may take more of them.
+    CHECK_EQ(plan(to, {16, 1 << 18}, 64, 9).packets, 16);
+    CHECK_EQ(plan(to, {16, 10}, 66, 9, true).packets, 10);
+  }
 }
 
 TEST(a_direction_has_two_ends) {
@@ -117,77 +161,133 @@ TEST(a_box_begins_where_its_position_says) {
 
 // --- packets -----------------------------------------------------------------------
 
-bool both_fit(Pitch pitch, const Shape& shape, uintptr_t address = 0) {
-  return fits_packet(side(kDevicePlace, pitch, address), side(kRegistered, pitch),
-                     shape);
+constexpr size_t kRowPitch = size_t{1} << 19;    // elements
+constexpr size_t kSlicePitch = size_t{1} << 28;  // elements
+constexpr size_t kRowElements = size_t{1} << 14;
+constexpr size_t kRows = size_t{1} << 14;
+constexpr size_t kSlices = size_t{1} << 11;
+
+size_t packets(Pitch to, Pitch from, const Shape& shape, uintptr_t to_address = 0,
+               uintptr_t from_address = 0) {
+  const size_t load = count_packets(side(kDevicePlace, to, to_address),
+                                    side(kRegistered, from, from_address), shape);
+  const size_t store = count_packets(side(kRegistered, from, from_address),
+                                     side(kDevicePlace, to, to_address), shape);
+  CHECK_EQ(load, store);
+  return load;
 }
 
-TEST(packets_want_addresses_and_distances_of_four_bytes) {
+size_t packets(Pitch both, const Shape& shape, uintptr_t address = 0) {
+  return packets(both, both, shape, address, 0);
+}
+
+TEST(packets_want_addresses_of_four_bytes) {
   for (const size_t width : {1, 2, 3, 4, 6, 8, 16, 4093, 4096}) {
-    CHECK(both_fit({4096, 0}, {width, 2}));
+    CHECK_EQ(packets({4096, 0}, {width, 2}), 1);
   }
   for (const uintptr_t address : {4, 8, 12, 20}) {
-    CHECK(both_fit({4096, 0}, {16, 2}, address));
+    CHECK_EQ(packets({4096, 0}, {16, 2}, address), 1);
   }
   for (const uintptr_t address : {1, 2, 3, 6, 15}) {
-    CHECK(!both_fit({4096, 0}, {16, 2}, address));
-    const Side odd = side(kRegistered, {4096, 0}, address);
-    CHECK(!fits_packet(side(kDevicePlace, {4096, 0}), odd, {16, 2}));
+    CHECK_EQ(packets({4096, 0}, {16, 2}, address), 0);
   }
-  CHECK(!both_fit({4098, 0}, {16, 2}));
-  CHECK(!both_fit({4096, 8194}, {16, 2, 2}));
-  // A distance that is never gone does not matter.
-  CHECK(both_fit({4098, 0}, {16, 1}));
-  CHECK(both_fit({4096, 8194}, {16, 2, 1}));
 }
 
-TEST(one_packet_holds_rows_up_to_their_pitch) {
-  constexpr size_t kElements = size_t{1} << 19;
-  // More rows than a packet has slices, so that the pitch of a row is what counts.
-  constexpr size_t kRows = 2048;
+TEST(rows_at_distances_that_packets_do_not_have_go_one_by_one) {
+  CHECK_EQ(packets({4098, 0}, {16, 1}), 1);
+  CHECK_EQ(packets({4098, 0}, {16, 7}), 7);
+  CHECK_EQ(packets({4096, 0}, {4098, 0}, {16, 7}), 7);
+  CHECK_EQ(packets({4096, 8194}, {16, 2, 5}), 10);
+  // A copy of one row may begin anywhere.
+  CHECK_EQ(packets({4098, 0}, {16, 7}, 1), 7);
+}
+
+TEST(elements_come_from_the_width_and_both_distances) {
+  // In boxes a distance of rows has as many bits as there are.
   for (const size_t element : {4, 8, 16}) {
-    CHECK(both_fit({(kElements - 1) * element, 0}, {element, kRows}));
-    CHECK(!both_fit({kElements * element, 0}, {element, kRows}));
+    const size_t most = kRowPitch * element;
+    CHECK_EQ(packets({most, 2 * most}, {element, 2, 2}), 1);
+    CHECK_EQ(packets({most + element, 2 * most + 2 * element}, {element, 2, 2}), 0);
+    CHECK_EQ(packets({most, 2 * most}, {element / 2, 2, 2}), 0);
+    CHECK_EQ(packets({most, 2 * most}, {1024, 2048}, {element, 2, 2}), 1);
+    const size_t half = element / 2;
+    const Pitch finer{1024 + half, 2 * (1024 + half)};
+    CHECK_EQ(packets({most, 2 * most}, finer, {element, 2, 2}), half % 4 == 0 ? 0 : 4);
+    // What an address is a multiple of does not count.
+    CHECK_EQ(packets({most, 2 * most}, {element, 2, 2}, 4), 1);
   }
-  // Widths that are odd make elements small.
-  CHECK(both_fit({kElements - 4, 0}, {3, kRows}));
-  CHECK(!both_fit({kElements, 0}, {3, kRows}));
-  CHECK(both_fit({kElements, 0}, {6, kRows}));
-  CHECK(!both_fit({2 * kElements, 0}, {6, kRows}));
-  // The smallest unit of all counts: the width, an address, the other pitch.
-  CHECK(!both_fit({kElements * 16 - 16, 0}, {8, kRows}));
-  CHECK(!both_fit({kElements * 16 - 16, 0}, {16, kRows}, 4));
-  const Side wide = side(kDevicePlace, {(kElements - 1) * 16, 0});
-  CHECK(fits_packet(wide, side(kRegistered, {1024, 0}), {16, kRows}));
-  CHECK(!fits_packet(wide, side(kRegistered, {1032, 0}), {16, kRows}));
+  CHECK_EQ(packets({kRowPitch, 0}, {3, 2}), 1);
 }
 
-TEST(rows_too_far_apart_go_as_slices) {
-  constexpr size_t kFar = size_t{1} << 28;  // elements
+TEST(a_plane_with_rows_too_far_apart_goes_as_slices) {
+  CHECK_EQ(packets({kRowPitch, 0}, {4, 2 * kSlices}), 1);
+  CHECK_EQ(packets({kRowPitch + 4, 0}, {4, 2 * kSlices}), 2);
+  // One side is enough.
+  CHECK_EQ(packets({kRowPitch + 4, 0}, {4, 0}, {4, 2 * kSlices + 1}), 3);
   for (const size_t element : {4, 8, 16}) {
-    CHECK(both_fit({(kFar - 1) * element, 0}, {element, 2047}));
-    CHECK(!both_fit({(kFar - 1) * element, 0}, {element, 2048}));
-    CHECK(!both_fit({kFar * element, 0}, {element, 2}));
-    CHECK(both_fit({kFar * element, 0}, {element, 1}));
+    CHECK_EQ(packets({kSlicePitch * element, 0}, {element, 2}), 1);
+    CHECK_EQ(packets({(kSlicePitch + 1) * element, 0}, {element, 2}), 0);
+    CHECK_EQ(packets({kSlicePitch * element, 0}, {element / 2, 2}), 0);
+    CHECK_EQ(packets({kSlicePitch * element, 0}, {4096, 0}, {element, 2}), 1);
+    CHECK_EQ(packets({(kSlicePitch + 1) * element, 0}, {4096, 0}, {element, 2}), 0);
+    // Who has one row goes no distance.
+    CHECK_EQ(packets({(kSlicePitch + 1) * element, 0}, {element, 1}), 1);
   }
-  const Side far = side(kDevicePlace, {(kFar - 1) * 16, 0});
-  const Side near = side(kRegistered, {4096, 0});
-  CHECK(fits_packet(far, near, {16, 2047}) && fits_packet(near, far, {16, 2047}));
-  CHECK(!fits_packet(far, near, {16, 2048}) && !fits_packet(near, far, {16, 2048}));
+  CHECK_EQ(packets({4 * kSlicePitch, 0}, {3, 2}), 0);
 }
 
-TEST(one_packet_holds_slices_up_to_their_number_and_pitch) {
-  constexpr size_t kRow = size_t{1} << 19;
-  constexpr size_t kSlice = size_t{1} << 28;
-  CHECK(both_fit({(kRow - 1) * 16, (kSlice - 1) * 16}, {16, 2, 2047}));
-  CHECK(!both_fit({(kRow - 1) * 16, (kSlice - 1) * 16}, {16, 2, 2048}));
-  CHECK(!both_fit({(kRow - 1) * 16, kSlice * 16}, {16, 2, 2}));
-  CHECK(!both_fit({kRow * 16, (kSlice - 1) * 16}, {16, 2, 2}));
-  const Side large = side(kDevicePlace, {1024, kSlice * 16});
-  const Side small = side(kRegistered, {1024, 4096});
-  CHECK(!fits_packet(large, small, {16, 2, 2}) &&
-        !fits_packet(small, large, {16, 2, 2}));
-  CHECK(fits_packet(large, small, {16, 2, 1}));
+TEST(distances_of_slices_have_a_limit_where_there_are_slices) {
+  const Pitch far{1024, (kSlicePitch + 1) * 16};
+  CHECK_EQ(packets({1024, kSlicePitch * 16}, {16, 2, 2}), 1);
+  CHECK_EQ(packets(far, {16, 2, 2}), 0);
+  CHECK_EQ(packets(far, {1024, 4096}, {16, 2, 2}), 0);
+  CHECK_EQ(packets(far, {1024, 4096}, {16, 2, 1}), 1);
+}
+
+TEST(what_is_larger_than_a_packet_takes_several) {
+  CHECK_EQ(packets({64, 64 * kRows}, {4, kRows}), 1);
+  CHECK_EQ(packets({64, 64 * kRows}, {4, kRows + 1}), 2);
+  CHECK_EQ(packets({64, 128}, {4, 2, kSlices}), 1);
+  CHECK_EQ(packets({64, 128}, {4, 2, kSlices + 1}), 2);
+  CHECK_EQ(packets({64, 64 * (kRows + 1)}, {4, kRows + 1, kSlices + 1}), 4);
+  for (const size_t element : {4, 8, 16}) {
+    const size_t most = kRowElements * element;
+    const size_t pitch = most + element;  // and no larger element
+    CHECK_EQ(packets({pitch, 0}, {most, 2}), 1);
+    CHECK_EQ(packets({pitch, 0}, {most + element, 2}), 2);
+    CHECK_EQ(packets({2 * pitch + element, 0}, {2 * most, 2}), 2);
+    CHECK_EQ(packets({2 * pitch + element, 0}, {2 * most + element, 2}), 3);
+  }
+  // The strip that is left counts in smaller elements.
+  CHECK_EQ(packets({kRowElements * 32, 0}, {kRowElements * 16 + 3, 2}), 2);
+  CHECK_EQ(packets({kRowElements * 32, 0}, {kRowElements, 2}), 1);
+  CHECK_EQ(packets({kRowElements * 32, 0}, {kRowElements - 1, 2}), 1);
+  CHECK_EQ(packets({kRowElements * 32, 0}, {kRowElements + 1, 2}), 2);
+}
+
+TEST(strips_of_a_row_cover_it) {
+  for_seeds(300, [](std::mt19937& random) {
+    const size_t element = size_t{4} << random() % 3;
+    const size_t width = 1 + random() % (element * kRowElements * 5);
+    const size_t pitch = (width / element + 1) * element;
+    // The model takes what the packet's field allows until nothing is left.
+    const auto least = [&](size_t distance) {
+      size_t strips = 0;
+      for (size_t left = width; left > 0; ++strips) {
+        size_t unit = 16;
+        while (distance % unit != 0) unit /= 2;
+        size_t exact = unit;
+        while (left % exact != 0) exact /= 2;
+        left = left / exact <= kRowElements
+                   ? 0
+                   : left - std::min(left / unit, kRowElements) * unit;
+      }
+      return strips;
+    };
+    CHECK_EQ(packets({pitch, 0}, {width, 2}), least(pitch));
+    // A slice of its own goes no distance.
+    CHECK_EQ(packets({pitch, 0}, {width, 1}), least(pitch > kRowPitch ? 0 : pitch));
+  });
 }
 
 // --- bytes -------------------------------------------------------------------------

@@ -106,7 +106,8 @@ TEST(switches_are_known_by_name_and_checked) {
     CHECK(machine->set_switch(name, 1) && machine->set_switch(name, -1));
     CHECK(machine->set_switch(name, 0));
   }
-  for (const char* name : {"copy_latency_us", "fill_latency_us", "stale_memory"}) {
+  for (const char* name : {"copy_latency_us", "fill_latency_us", "stale_memory",
+                           "max_registration_bytes"}) {
     CHECK(machine->set_switch(name, 1) && machine->set_switch(name, 0));
     CHECK(!machine->set_switch(name, -1));
   }

@@ -320,6 +320,59 @@ CASE(planes, with_an_origin, kReference, cuMemcpy2D_v2) {
   }
 }
 
+// Beyond CU_DEVICE_ATTRIBUTE_MAX_PITCH, which no call holds anyone to.
+CASE(planes, with_rows_further_apart_than_the_largest_pitch, kDriver,
+     cuMemcpy2DAsync_v2) {
+  constexpr size_t kWidth = 256;
+  const Bytes bytes = random_bytes(2 * kWidth, 1);
+  HostMemory host(4 * kWidth);
+  Stream stream;
+  std::copy(bytes.begin(), bytes.end(), host.at(0));
+  for (const size_t pitch : {size_t{1} << 31, size_t{3} << 30}) {
+    DeviceMemory device(pitch + kWidth);
+    const CUDA_MEMCPY2D there = to_device(device, pitch, host, kWidth, kWidth, 2);
+    CUDA_MEMCPY2D back = {};
+    back.srcMemoryType = CU_MEMORYTYPE_DEVICE;
+    back.srcDevice = device;
+    back.srcPitch = pitch;
+    back.dstMemoryType = CU_MEMORYTYPE_HOST;
+    back.dstHost = host.at(2 * kWidth);
+    back.dstPitch = kWidth;
+    back.WidthInBytes = kWidth;
+    back.Height = 2;
+    EXPECT_OK(cuMemcpy2DAsync_v2(&there, stream));
+    EXPECT_OK(cuMemcpy2DAsync_v2(&back, stream));
+    EXPECT_OK(cuStreamSynchronize(stream));
+    EXPECT_BYTES(host.at(2 * kWidth), bytes);
+    EXPECT_BYTES(download(device.at(pitch), kWidth).data(),
+                 Bytes(bytes.begin() + kWidth, bytes.end()));
+    std::fill_n(host.at(2 * kWidth), 2 * kWidth, static_cast<unsigned char>(0));
+  }
+}
+
+CASE(planes, across_two_registrations, kDriver, cuMemcpy2DAsync_v2,
+     cuMemHostRegister_v2) {
+  constexpr size_t kPiece = size_t{2} << 20;
+  constexpr size_t kPitch = 4096;
+  const Pages pages(2 * kPiece);
+  REQUIRE_OK(cuMemHostRegister_v2(pages.at(0), kPiece, 0));
+  const Holder<void*, &cuMemHostUnregister> first(pages.at(0));
+  REQUIRE_OK(cuMemHostRegister_v2(pages.at(kPiece), kPiece, 0));
+  const Holder<void*, &cuMemHostUnregister> second(pages.at(kPiece));
+  DeviceMemory device(4 * kPitch);
+  Stream stream;
+  const auto load = [&](size_t begin) {
+    CUDA_MEMCPY2D copy = to_device(device, kPitch, nullptr, kPitch, 256, 4);
+    copy.srcMemoryType = copy.dstMemoryType = CU_MEMORYTYPE_UNIFIED;
+    copy.srcDevice = as_device(pages.at(begin));
+    return cuMemcpy2DAsync_v2(&copy, stream);
+  };
+  EXPECT_OK(load(kPiece - 4 * kPitch));
+  EXPECT_OK(load(kPiece));
+  EXPECT_ERROR(load(kPiece - 2 * kPitch), kInvalid);
+  EXPECT_OK(cuStreamSynchronize(stream));
+}
+
 // Zero is the pitch of rows without a gap, and that of a single row is of no account.
 CASE(planes, pitches, kDriver, cuMemcpy2D_v2, cuMemcpy2DAsync_v2) {
   DeviceMemory device(4096);
