@@ -10,17 +10,9 @@
 // Python's lock can do to each other is left as it is with every pluggable allocator: a
 // thread that drops a tensor waits for the mutex with the lock held, where PyTorch does
 // not let go of it, and my_malloc's callback needs the lock.
-//
-// A thread other than the main one that asks for the lock when the interpreter ends
-// does not get it: up to Python 3.13 it is ended by unwinding its stack, which
-// terminates the process at the first destructor on the way, and PyTorch frees memory
-// in destructors. It hangs here instead, as Python 3.14 has it, until the process is
-// gone; what it holds, PyTorch's mutex for one, it holds until then.
-#include <cxxabi.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/types.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -40,6 +32,7 @@
 #include "gpu/driver_api.h"
 #include "memory/host_arena.h"
 #include "memory/range_table.h"
+#include "python/lock.h"
 
 namespace py = pybind11;
 
@@ -49,51 +42,11 @@ using gpu::Address;
 using gpu::Driver;
 using memory::HostArena;
 using memory::RangeTable;
+using python::or_hang;
+using python::Unlocked;
+using python::without_lock;
 
 RangeTable& ranges() { return RangeTable::of_process(); }
-
-// Python can run code, now and until the caller's thread says otherwise.
-bool is_python_alive() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0;
-#else
-  return Py_IsInitialized() != 0 && _Py_IsFinalizing() == 0;
-#endif
-}
-
-// A call of Python, whose end of the thread ends here.
-template <typename Call>
-auto or_hang(Call call) {
-  try {
-    return call();
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
-  }
-}
-
-// Lets go of Python's lock where the thread has it, as a caller from C++ may, and has
-// to: at Python's end the one thread that still has it keeps it.
-class Unlocked {
- public:
-  Unlocked() {
-    if (is_python_alive() && PyGILState_Check() != 0) thread_ = PyEval_SaveThread();
-  }
-  ~Unlocked() {
-    if (thread_ == nullptr) return;
-    or_hang([this] { return PyEval_RestoreThread(thread_); });
-  }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-
- private:
-  PyThreadState* thread_ = nullptr;
-};
-
-template <typename Work>
-decltype(auto) without_lock(Work work) {
-  const Unlocked unlocked;
-  return work();
-}
 
 // Calls a callback, whatever error is in flight around it.
 template <typename Use>
@@ -285,7 +238,7 @@ void* allocate(ssize_t size, int device) {
   const RangeTable::Entry entry =
       ranges().allocate(driver, device, static_cast<size_t>(size), chunk_bytes(driver));
   try {
-    if (!is_python_alive()) throw std::runtime_error("Python has ended");
+    if (!python::is_alive()) throw std::runtime_error("Python has ended");
     announce(entry, driver.vendor());
   } catch (...) {
     try {
@@ -451,7 +404,7 @@ __attribute__((visibility("default"))) void my_free(void* pointer, ssize_t size,
   const Unlocked unlocked;
   const auto address = reinterpret_cast<Address>(pointer);
   try {
-    if (is_python_alive() && !may_free(address)) return;
+    if (python::is_alive() && !may_free(address)) return;
     ranges().free(Driver::get(), address);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "cumem: freeing %zd bytes at %s failed: %s\n", size,

@@ -25,6 +25,7 @@ import argparse
 import csv
 import dataclasses
 import fcntl
+import fnmatch
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -46,11 +47,12 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = ROOT / "requirements"
 NATIVE = ROOT / "vllm_rocm_memory" / "_native"
+SERIES_MODULES = ("cumem_allocator.*.so", "pitched_copies.*.so")
 LIBRARIES = (
     "hipsim/libamdhip64.so.7",
     "hipsim-cuda/libcuda.so.1",
     "device_memory.*.so",
-    "cumem_allocator.*.so",
+    *SERIES_MODULES,
 )
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LARGE_FILE = re.compile(r"(Downloading|Using cached|Processing) .*\(([\d.]+) [MG]B\)")
@@ -376,8 +378,9 @@ def copy_vllm(machine: MachineVllm) -> None:
 
     def place(source: str, target: str) -> None:
         name = Path(source).name
-        # large, and never changed by the series, but for the module that it adds
-        if ".so" in Path(name).suffixes and not name.startswith("cumem_allocator."):
+        # large, and never changed by the series, but for the modules that it adds
+        is_ours = any(fnmatch.fnmatch(name, module) for module in SERIES_MODULES)
+        if ".so" in Path(name).suffixes and not is_ours:
             Path(target).symlink_to(source)
         else:
             shutil.copy2(source, target)

@@ -22,6 +22,7 @@ using Attribute = unsigned;    // hipDeviceAttribute_t
 constexpr Error kSuccess = 0;
 constexpr CopyKind kHostToDevice = 1;
 constexpr CopyKind kDeviceToHost = 2;
+constexpr CopyKind kByAddress = 4;
 constexpr unsigned kAllocationPinned = 1;
 constexpr unsigned kLocationDevice = 1;
 constexpr unsigned kLocationHost = 2;
@@ -53,6 +54,36 @@ struct MemAccessDesc {
   unsigned flags;
 };
 
+struct Position {
+  size_t x;
+  size_t y;
+  size_t z;
+};
+
+struct Extent {
+  size_t width;
+  size_t height;
+  size_t depth;
+};
+
+struct PitchedPointer {
+  void* ptr;
+  size_t pitch;
+  size_t xsize;
+  size_t ysize;
+};
+
+struct Copy3D {
+  void* srcArray;
+  Position srcPos;
+  PitchedPointer srcPtr;
+  void* dstArray;
+  Position dstPos;
+  PitchedPointer dstPtr;
+  Extent extent;
+  CopyKind kind;
+};
+
 #define GPU_HIP_FUNCTIONS(X)                                                          \
   X(hipRuntimeGetVersion, Error, (int*))                                              \
   X(hipGetErrorName, const char*, (Error))                                            \
@@ -77,6 +108,9 @@ struct MemAccessDesc {
   X(hipStreamSynchronize, Error, (Stream))                                            \
   X(hipStreamDestroy, Error, (Stream))                                                \
   X(hipMemcpyAsync, Error, (void*, const void*, size_t, CopyKind, Stream))            \
+  X(hipMemcpy2DAsync, Error,                                                          \
+    (void*, size_t, const void*, size_t, size_t, size_t, CopyKind, Stream))           \
+  X(hipMemcpy3DAsync, Error, (const Copy3D*, Stream))                                 \
   X(hipMemsetAsync, Error, (void*, int, size_t, Stream))                              \
   X(hipHostRegister, Error, (void*, size_t, unsigned))                                \
   X(hipHostUnregister, Error, (void*))
@@ -93,6 +127,7 @@ using Address = unsigned long long;  // CUdeviceptr
 using Handle = unsigned long long;   // CUmemGenericAllocationHandle
 using Granularity = unsigned;        // CUmemAllocationGranularity_flags
 using Attribute = unsigned;          // CUdevice_attribute
+using MemoryType = unsigned;         // CUmemorytype
 
 constexpr Error kSuccess = 0;
 constexpr Error kNotPermitted = 800;
@@ -108,6 +143,7 @@ constexpr Attribute kRdmaSupported = 110;
 constexpr Attribute kFabricSupported = 128;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kHostRegisterPortable = 1;
+constexpr MemoryType kByAddress = 4;
 
 struct MemLocation {
   unsigned type;
@@ -130,6 +166,53 @@ struct MemAllocationProp {
 struct MemAccessDesc {
   MemLocation location;
   unsigned flags;
+};
+
+struct Copy2D {
+  size_t srcXInBytes;
+  size_t srcY;
+  MemoryType srcMemoryType;
+  const void* srcHost;
+  Address srcDevice;
+  void* srcArray;
+  size_t srcPitch;
+  size_t dstXInBytes;
+  size_t dstY;
+  MemoryType dstMemoryType;
+  void* dstHost;
+  Address dstDevice;
+  void* dstArray;
+  size_t dstPitch;
+  size_t WidthInBytes;
+  size_t Height;
+};
+
+struct Copy3D {
+  size_t srcXInBytes;
+  size_t srcY;
+  size_t srcZ;
+  size_t srcLOD;
+  MemoryType srcMemoryType;
+  const void* srcHost;
+  Address srcDevice;
+  void* srcArray;
+  void* reserved0;
+  size_t srcPitch;
+  size_t srcHeight;
+  size_t dstXInBytes;
+  size_t dstY;
+  size_t dstZ;
+  size_t dstLOD;
+  MemoryType dstMemoryType;
+  void* dstHost;
+  Address dstDevice;
+  void* dstArray;
+  void* reserved1;
+  size_t dstPitch;
+  size_t dstHeight;
+  size_t WidthInBytes;
+  size_t Height;
+  size_t Depth;
 };
 
 #define GPU_CUDA_FUNCTIONS(X)                                               \
@@ -160,6 +243,8 @@ struct MemAccessDesc {
   X(cuStreamDestroy_v2, Error, (Stream))                                    \
   X(cuMemcpyHtoDAsync_v2, Error, (Address, const void*, size_t, Stream))    \
   X(cuMemcpyDtoHAsync_v2, Error, (void*, Address, size_t, Stream))          \
+  X(cuMemcpy2DAsync_v2, Error, (const Copy2D*, Stream))                     \
+  X(cuMemcpy3DAsync_v2, Error, (const Copy3D*, Stream))                     \
   X(cuMemsetD8Async, Error, (Address, unsigned char, size_t, Stream))       \
   X(cuMemHostRegister_v2, Error, (void*, size_t, unsigned))                 \
   X(cuMemHostUnregister, Error, (void*))

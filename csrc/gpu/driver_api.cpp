@@ -205,6 +205,23 @@ class HipDriver final : public Driver {
                                                         kHostToDevice, stream));
   }
 
+  Status copy_rectangle(const Rectangle& copy, gpu::Stream stream) override {
+    if (copy.is_plane()) {
+      return status("hipMemcpy2DAsync",
+                    hip_.hipMemcpy2DAsync(as_pointer(copy.target), copy.target_pitch,
+                                          as_pointer(copy.source), copy.source_pitch,
+                                          copy.width, copy.rows, kByAddress, stream));
+    }
+    Copy3D box{};
+    box.srcPtr = {as_pointer(copy.source), copy.source_pitch, copy.width,
+                  copy.source_lines};
+    box.dstPtr = {as_pointer(copy.target), copy.target_pitch, copy.width,
+                  copy.target_lines};
+    box.extent = {copy.width, 1, copy.rows};
+    box.kind = kByAddress;
+    return status("hipMemcpy3DAsync", hip_.hipMemcpy3DAsync(&box, stream));
+  }
+
   Status zero(Address target, size_t bytes, gpu::Stream stream) override {
     return status("hipMemsetAsync",
                   hip_.hipMemsetAsync(as_pointer(target), 0, bytes, stream));
@@ -404,6 +421,22 @@ class CudaDriver final : public Driver {
             cuda_.cuMemcpyHtoDAsync_v2(target, host, bytes, stream)};
   }
 
+  Status copy_rectangle(const Rectangle& copy, gpu::Stream stream) override {
+    if (copy.is_plane()) {
+      Copy2D plane{};
+      place(copy, &plane);
+      plane.Height = copy.rows;
+      return {"cuMemcpy2DAsync_v2", cuda_.cuMemcpy2DAsync_v2(&plane, stream)};
+    }
+    Copy3D box{};
+    place(copy, &box);
+    box.srcHeight = copy.source_lines;
+    box.dstHeight = copy.target_lines;
+    box.Height = 1;
+    box.Depth = copy.rows;
+    return {"cuMemcpy3DAsync_v2", cuda_.cuMemcpy3DAsync_v2(&box, stream)};
+  }
+
   Status zero(gpu::Address target, size_t bytes, gpu::Stream stream) override {
     return {"cuMemsetD8Async", cuda_.cuMemsetD8Async(target, 0, bytes, stream)};
   }
@@ -513,6 +546,16 @@ class CudaDriver final : public Driver {
     properties->type = kAllocationPinned;
     properties->location = {kLocationDevice, named};
     return found;
+  }
+
+  template <typename Copy>
+  static void place(const Rectangle& rectangle, Copy* copy) {
+    copy->srcMemoryType = copy->dstMemoryType = kByAddress;
+    copy->srcDevice = rectangle.source;
+    copy->dstDevice = rectangle.target;
+    copy->srcPitch = rectangle.source_pitch;
+    copy->dstPitch = rectangle.target_pitch;
+    copy->WidthInBytes = rectangle.width;
   }
 
   // A driver that does not know an attribute does not have what it stands for.

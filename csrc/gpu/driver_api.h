@@ -45,6 +45,24 @@ struct MemoryInfo {
   size_t total = 0;
 };
 
+// Rows of one width, each pitch * lines bytes behind the one before it, on either side.
+// Lines of 1 and 1 are a plane, whose pitch is 2^31 - 1 at most by the devices' word:
+// HIP's tests want more refused, CUDA's driver was seen to take it. Others are a box of
+// slices that have one row each: their distance is that of the slices, which may be
+// wider.
+struct Rectangle {
+  Address target;
+  Address source;
+  size_t width;  // bytes
+  size_t rows;
+  size_t target_pitch;  // bytes
+  size_t source_pitch;
+  size_t target_lines;
+  size_t source_lines;
+
+  bool is_plane() const { return target_lines == 1 && source_lines == 1; }
+};
+
 class DriverError : public std::runtime_error {
  public:
   DriverError(const std::string& text, Status status, std::string name, Subject subject,
@@ -141,6 +159,8 @@ class Driver {
                               Stream stream) = 0;
   virtual Status copy_to_device(Address target, const void* host, size_t bytes,
                                 Stream stream) = 0;
+  // From and to any memory that the driver knows.
+  virtual Status copy_rectangle(const Rectangle& rectangle, Stream stream) = 0;
   virtual Status zero(Address target, size_t bytes, Stream stream) = 0;
   virtual Status register_host(void* host, size_t bytes) = 0;  // for every device
   virtual Status unregister_host(void* host) = 0;

@@ -72,11 +72,16 @@ HIP = Table(
         "MemLocation": "hipMemLocation",
         "MemAllocationProp": "hipMemAllocationProp",
         "MemAccessDesc": "hipMemAccessDesc",
+        "Position": "hipPos",
+        "Extent": "hipExtent",
+        "PitchedPointer": "hipPitchedPtr",
+        "Copy3D": "hipMemcpy3DParms",
     },
     {
         "kSuccess": "hipSuccess",
         "kHostToDevice": "hipMemcpyHostToDevice",
         "kDeviceToHost": "hipMemcpyDeviceToHost",
+        "kByAddress": "hipMemcpyDefault",
         "kAllocationPinned": "hipMemAllocationTypePinned",
         "kLocationDevice": "hipMemLocationTypeDevice",
         "kLocationHost": "hipMemLocationTypeHost",
@@ -97,6 +102,8 @@ CUDA = Table(
         "MemLocation": "CUmemLocation",
         "MemAllocationProp": "CUmemAllocationProp",
         "MemAccessDesc": "CUmemAccessDesc",
+        "Copy2D": "CUDA_MEMCPY2D",
+        "Copy3D": "CUDA_MEMCPY3D",
     },
     {
         "kSuccess": "CUDA_SUCCESS",
@@ -117,6 +124,7 @@ CUDA = Table(
         "kFabricSupported": "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED",
         "kStreamNonBlocking": "CU_STREAM_NON_BLOCKING",
         "kHostRegisterPortable": "CU_MEMHOSTREGISTER_PORTABLE",
+        "kByAddress": "CU_MEMORYTYPE_UNIFIED",
     },
     CUDA_HEADERS,
 )
@@ -206,6 +214,18 @@ def simulators_header(table: Table) -> tuple[str, str]:
     return f'"bridge/{table.namespace}_api.h"', f"-I{CSRC / 'hipsim'}"
 
 
+FIELDS = {
+    "hip": {
+        "MemAllocationProp": 8,
+        "Position": 3,
+        "Extent": 3,
+        "PitchedPointer": 4,
+        "Copy3D": 8,
+    },
+    "cuda": {"MemAllocationProp": 9, "Copy2D": 16, "Copy3D": 25},
+}
+
+
 @each_table
 def test_every_declaration_is_compared(table: Table) -> None:
     text = table.text()
@@ -217,8 +237,7 @@ def test_every_declaration_is_compared(table: Table) -> None:
         name: sum(struct == name for struct, _ in table.fields())
         for name in table.structs
     }
-    props = {"hip": 8, "cuda": 9}[table.namespace]
-    assert counts == {"MemLocation": 2, "MemAllocationProp": props, "MemAccessDesc": 2}
+    assert counts == {"MemLocation": 2, "MemAccessDesc": 2} | FIELDS[table.namespace]
 
 
 @each_table

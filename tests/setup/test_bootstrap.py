@@ -12,6 +12,12 @@ from pathlib import Path
 import bootstrap
 import pytest
 
+SERIES_MODULES = (
+    "cumem_allocator.cpython-311.so",
+    "v1/simple_kv_offload/pitched_copies.cpython-311.so",
+)
+"""What the series adds to a vLLM that its user has applied it to."""
+
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch) -> Path:
@@ -84,8 +90,9 @@ def gpu_machine(tmp_path, monkeypatch) -> Path:
         "cuda: Optional[str] = None\nhip: Optional[str] = '7.2.1'\n"
     )
     (site / "vllm" / "_C.abi3.so").write_bytes(b"binary")
-    # of a series that its user has applied
-    (site / "vllm" / "cumem_allocator.cpython-311.so").write_bytes(b"ours")
+    for module in SERIES_MODULES:
+        (site / "vllm" / module).parent.mkdir(parents=True, exist_ok=True)
+        (site / "vllm" / module).write_bytes(b"ours")
     dist_info = site / "vllm-0.33.0.dist-info"
     dist_info.mkdir()
     (dist_info / "METADATA").write_text("Name: vllm\nVersion: 0.33.0\n")
@@ -154,8 +161,9 @@ def test_a_machine_with_its_own_vllm_keeps_it(gpu_machine, environment):
     ]
     assert (site / "vllm" / "_C.abi3.so").resolve() == gpu_machine / "vllm/_C.abi3.so"
     # the series refuses to replace a symbolic link
-    ours = site / "vllm" / "cumem_allocator.cpython-311.so"
-    assert not ours.is_symlink() and ours.read_bytes() == b"ours"
+    for module in SERIES_MODULES:
+        ours = site / "vllm" / module
+        assert not ours.is_symlink() and ours.read_bytes() == b"ours"
     assert not (site / "torch").exists()
     assert not (site / "vllm" / "__init__.py").samefile(
         gpu_machine / "vllm" / "__init__.py"

@@ -68,7 +68,7 @@ def test_a_build_without_torch_leaves_out_what_needs_it(tmp_path):
     assert "device_memory is left out" in " ".join(result.stderr.split())
 
 
-def test_the_compiled_module_needs_no_torch_and_travels_in_the_wheel(tmp_path):
+def test_compiled_modules_need_no_torch_and_travel_in_the_wheel(tmp_path):
     """Built as `pip install .` does, with pybind11 and nothing else."""
     bare = tmp_path / "bare"
     venv.create(bare, with_pip=False)
@@ -87,9 +87,10 @@ def test_the_compiled_module_needs_no_torch_and_travels_in_the_wheel(tmp_path):
     for command in (configure, [tools / "cmake", "--build", tmp_path / "build"]):
         run = subprocess.run(command, capture_output=True, text=True, timeout=250)
         assert run.returncode == 0, run.stdout + run.stderr
-    (module,) = native.iterdir()
-    assert module.name == f"cumem_allocator{EXTENSION_SUFFIXES[0]}"
-    load_it = "import sys; sys.path[0] = sys.argv[1]; import cumem_allocator"
+    modules = sorted(path.name for path in native.iterdir())
+    names = ("cumem_allocator", "pitched_copies")
+    assert modules == [f"{name}{EXTENSION_SUFFIXES[0]}" for name in names]
+    load_it = f"import sys; sys.path[0] = sys.argv[1]; import {', '.join(names)}"
     command = [bare / "bin" / "python", "-c", load_it, native]
     subprocess.run(command, check=True, timeout=60)
 
@@ -113,22 +114,23 @@ def test_the_compiled_module_needs_no_torch_and_travels_in_the_wheel(tmp_path):
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert f"-{tag}-{tag}-linux" in wheel.name, "it is for one Python and machine"
 
-    name = f"vllm_rocm_memory/_native/{module.name}"
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         (record,) = (n for n in archive.namelist() if n.endswith("/RECORD"))
         rows = csv.reader(archive.read(record).decode().splitlines())
         listed = {path: digest for path, digest, _ in rows}
-        digest = hashlib.sha256(archive.read(name)).digest()
-        spelled = urlsafe_b64encode(digest).rstrip(b"=").decode()
-        assert listed[name] == f"sha256={spelled}"
+        for module in modules:
+            name = f"vllm_rocm_memory/_native/{module}"
+            digest = hashlib.sha256(archive.read(name)).digest()
+            spelled = urlsafe_b64encode(digest).rstrip(b"=").decode()
+            assert listed[name] == f"sha256={spelled}"
         archive.extractall(site)
 
     script = (
         "from vllm_rocm_memory.series.definition import load; series = load()\n"
         "steps = [step for patch in series.patches for step in patch.built]\n"
-        "print([series.content(step) == series.native.joinpath("
-        f"{module.name!r}).read_bytes() for step in steps], series.native)"
+        f"files = [series.native.joinpath(name).read_bytes() for name in {modules}]\n"
+        "print(sorted(map(series.content, steps)) == sorted(files), series.native)"
     )
     result = subprocess.run(
         [sys.executable, "-c", script],
@@ -139,4 +141,4 @@ def test_the_compiled_module_needs_no_torch_and_travels_in_the_wheel(tmp_path):
         check=True,
         timeout=60,
     )
-    assert result.stdout == f"[True] {site / 'vllm_rocm_memory' / '_native'}\n"
+    assert result.stdout == f"True {site / 'vllm_rocm_memory' / '_native'}\n"
