@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
-from vllm.v1.simple_kv_offload import cuda_mem_ops
+from vllm.v1.simple_kv_offload import cuda_mem_ops, host_cache
 from vllm.v1.simple_kv_offload.copy_backend import DmaCopyBackend
+from vllm.v1.simple_kv_offload.copy_engine import CopyEngine
+from vllm.v1.simple_kv_offload.copy_plan import BlockCopies
+from vllm.v1.simple_kv_offload.cuda_mem_ops import build_params, copy_blocks
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.transfer_results import RequestLoadsMetadata
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
@@ -29,7 +35,7 @@ PATIENCE = 30.0
 
 
 class Rank:
-    def __init__(self) -> None:
+    def __init__(self, engine: str = "auto") -> None:
         memory = torch.zeros(LAYERS * BLOCKS * PAGE, dtype=torch.uint8, device="cuda")
         names = [f"layer.{i}" for i in range(LAYERS)]
         placement = KVCacheTensor(
@@ -42,8 +48,12 @@ class Rank:
             num_blocks=BLOCKS, kv_cache_tensors=[placement], kv_cache_groups=[]
         )
         self.gpu = memory.view(LAYERS, BLOCKS, PAGE)
-        self.worker = SimpleCPUOffloadWorker(None, config, BLOCKS * BLOCK_BYTES)
+        extra = {"copy_engine": engine}
+        transfer = SimpleNamespace(kv_connector_extra_config=extra)
+        vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+        self.worker = SimpleCPUOffloadWorker(vllm_config, config, BLOCKS * BLOCK_BYTES)
         self.worker.register_kv_caches(dict(zip(names, self.gpu, strict=True)))
+        self.engine = self.worker._backend.copy_engine
 
     def cpu(self, blocks: list[int]) -> torch.Tensor:
         """[layers, blocks, page]"""
@@ -98,27 +108,42 @@ class Rank:
         return ended, failed
 
 
-@pytest.fixture
-def rank() -> Iterator[Rank]:
-    rank = Rank()
+@pytest.fixture(params=["rect", "batch"])
+def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
+    rank = Rank(request.param)
+    assert rank.engine == request.param
     yield rank
     rank.worker.shutdown()
     torch.cuda.synchronize()
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
-    """Spoil the nth call of the batch copy, so that the runtime refuses it."""
+def refuse(monkeypatch: pytest.MonkeyPatch, engine: str, nth: int) -> None:
+    """Spoil the nth transfer, so that the runtime refuses one of its copies."""
     function, num_attrs = cuda_mem_ops._batch_memcpy
-    calls = 0
+    submit, calls = cuda_mem_ops._submit_rectangles, 0
 
-    def spoiled(dst, src, size, count, *rest):
+    def is_the_one() -> bool:
         nonlocal calls
         calls += 1
-        if calls == nth:
-            dst = src = 0
-        return function(dst, src, size, count, *rest)
+        return calls == nth
 
-    monkeypatch.setattr(cuda_mem_ops, "_batch_memcpy", (spoiled, num_attrs))
+    def spoiled_batch(dst, src, *rest):
+        if is_the_one():
+            dst = src = 0
+        return function(dst, src, *rest)
+
+    def spoiled_rectangles(rectangles, params):
+        if is_the_one():
+            table = rectangles.table.copy()
+            # Rows so far apart that no memory has them.
+            table[:, 4:6] = 1 << 40
+            rectangles = dataclasses.replace(rectangles, table=table)
+        return submit(rectangles, params)
+
+    if engine == "rect":
+        monkeypatch.setattr(cuda_mem_ops, "_submit_rectangles", spoiled_rectangles)
+    else:
+        monkeypatch.setattr(cuda_mem_ops, "_batch_memcpy", (spoiled_batch, num_attrs))
 
 
 def corrupt_rounds(rank: Rank, rounds: int) -> int:
@@ -176,11 +201,11 @@ def test_a_refused_copy_costs_its_own_request(rank, monkeypatch):
     rank.store([0, 1], [0, 1])
     rank.ended_stores(1)
     with monkeypatch.context() as patch:
-        refuse(patch, nth=2)
+        refuse(patch, rank.engine, nth=2)
         rank.load(a=([0], [2]), b=([1], [3]), c=([0], [4]))
         assert rank.finished_loads(3) == {"a", "b", "c"}
         assert rank.worker.take_failed_loads() == {"b"}
-        refuse(patch, nth=1)
+        refuse(patch, rank.engine, nth=1)
         rank.store([0], [5], 1)
         assert rank.ended_stores(1) == ({1}, {1})
     # The device is as well as before: torch sees no error of ours.
@@ -210,14 +235,79 @@ def test_preemption_and_sleep_wait_for_stores_that_wait_for_compute(rank):
 
 
 def test_shutdown_unregisters_the_host_memory():
-    """Registered twice, an address would be refused."""
     for _ in range(3):
         rank = Rank()
+        assert rank.engine == "rect"
+        assert host_cache.registration_ends()
         rank.store([1], [2])
         rank.worker.shutdown()
         assert rank.ended_stores(1) == ({0}, set())
-        caches = rank.worker.cpu_kv_caches
-        assert caches is not None
-        for cache in caches.values():
-            cuda_mem_ops.pin_tensor(cache)
-            cuda_mem_ops.unpin_tensor(cache)
+        assert host_cache.registration_ends() == []
+
+
+# ----- layouts
+
+
+def round_trip(
+    gpu: dict[str, torch.Tensor], num_cpu_blocks: int, engine: CopyEngine
+) -> list[BlockCopies]:
+    """Move blocks to the host and back to others; look at each region.
+
+    Returns:
+        What the store and the load were made of.
+
+    """
+    num_gpu_blocks = min(cache.shape[0] for cache in gpu.values())
+    cpu = host_cache.allocate_host_cache(gpu, num_cpu_blocks)
+    stream = torch.cuda.Stream()
+    ways = (gpu, cpu, "store"), (cpu, gpu, "load")
+    store, load = (
+        build_params(src, dst, stream, direction=direction, engine=engine)
+        for src, dst, direction in ways
+    )
+    assert store.engine is load.engine is engine
+    chosen = np.random.default_rng(0).permutation(num_gpu_blocks).tolist()
+    count = min(num_cpu_blocks, num_gpu_blocks // 2)
+    src, back, dst = chosen[:count], chosen[-count:], list(range(count))
+    for cache in gpu.values():
+        shape = count, *cache.shape[1:]
+        cache[src] = torch.randint(1, 256, shape, dtype=torch.uint8, device="cuda")
+        cache[back] = 0
+    torch.cuda.synchronize()
+    copy_blocks(src, dst, store)
+    copy_blocks(dst, back, load)
+    stream.synchronize()
+    for name, cache in gpu.items():
+        assert torch.equal(cache[src], cache[back]), name
+        assert torch.equal(cache[src].cpu(), cpu[name][dst]), name
+    assert store.plan
+    assert load.plan
+    return [store.plan.copies(src, dst), load.plan.copies(dst, back)]
+
+
+@pytest.mark.parametrize("engine", [CopyEngine.RECT, CopyEngine.BATCH])
+def test_page_sizes_of_every_kind_arrive(engine):
+    """Pages of two sizes, pages with padding behind them, and one of its own size."""
+    kinds = ((7, 16 << 10, 16 << 10), (5, 4096, 6144), (4, 656, 656), (1, 8192, 8192))
+    gpu: dict[str, torch.Tensor] = {}
+    for layers, page, stride in kinds:
+        shape = layers, BLOCKS, stride
+        memory = torch.zeros(shape, dtype=torch.uint8, device="cuda")
+        gpu |= {f"{page}.{i}": layer[:, :page] for i, layer in enumerate(memory)}
+    round_trip(gpu, BLOCKS, engine)
+
+
+@pytest.mark.parametrize("engine", [CopyEngine.RECT, CopyEngine.BATCH])
+def test_layers_further_apart_than_the_largest_pitch_arrive(engine):
+    """Rectangles whose rows are the slices of a box: the 3-D call."""
+    layers, blocks = 3, (1 << 31) // PAGE + 1
+    if torch.cuda.mem_get_info()[0] < layers * blocks * PAGE + (1 << 30):
+        pytest.skip("needs 7 GiB of device memory")
+    shape = layers, blocks, PAGE
+    memory = torch.zeros(shape, dtype=torch.uint8, device="cuda")
+    regions = {f"layer.{i}": memory[i] for i in range(layers)}
+    for copies in round_trip(regions, 32, engine):
+        if engine is CopyEngine.RECT:
+            lines = copies.rectangles.table[:, -2:].max(axis=1)
+            assert len(lines) == 32
+            assert (lines > 1).all(), "the form whose rows are slices"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -30,27 +31,34 @@ PATIENCE = 60.0
 
 
 class Spoiler:
-    """Spoils chosen calls of the batch copy, so that the runtime refuses them."""
+    """Spoils chosen transfers, so that the runtime refuses one of their copies."""
 
     def __init__(self) -> None:
-        self.function, num_attrs = cuda_mem_ops._batch_memcpy
+        self.submit = cuda_mem_ops._submit_rectangles
         self.loads = self.stores = 0
         self.load_after: int | None = None
         self.spoil_stores = False
         self.spoiled = 0
-        cuda_mem_ops._batch_memcpy = (self, num_attrs)
-        self.directions: dict[int, str] = {}
+        cuda_mem_ops._submit_rectangles = self.rectangles
 
-    def __call__(self, dst, src, size, count, attrs, attrs_idx, n, fail, stream):
-        is_load = self.directions[stream] == "load"
+    def close(self) -> None:
+        cuda_mem_ops._submit_rectangles = self.submit
+
+    def rectangles(self, rectangles, params):
+        if self._spoils(params.direction):
+            table = rectangles.table.copy()
+            # Rows so far apart that no memory has them.
+            table[:, 4:6] = 1 << 40
+            rectangles = dataclasses.replace(rectangles, table=table)
+        return self.submit(rectangles, params)
+
+    def _spoils(self, direction: str) -> bool:
+        is_load = direction == "load"
         self.loads += is_load
         self.stores += not is_load
-        if (is_load and self.load_after == self.loads) or (
-            not is_load and self.spoil_stores
-        ):
-            self.spoiled += 1
-            dst = src = 0
-        return self.function(dst, src, size, count, attrs, attrs_idx, n, fail, stream)
+        spoils = self.load_after == self.loads if is_load else self.spoil_stores
+        self.spoiled += spoils
+        return spoils
 
 
 class Engine:
@@ -76,9 +84,7 @@ class Engine:
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.spoiler = Spoiler()
         worker = self.llm.collective_rpc(_offload_worker)[0]
-        for way in (worker._backend._load, worker._backend._store):
-            name = way.params.direction
-            self.spoiler.directions[way.params.stream_handle] = name
+        assert worker._backend.copy_engine == "rect"
         self.asked = 0
 
     def ask(self, word: str) -> Any:
@@ -125,8 +131,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             "HF_HUB_OFFLINE": "1",
         }.items():
             patch.setitem(os.environ, name, value)
-        engine = Engine(write_demo_model(tmp_path_factory.mktemp("model") / "demo"))
+        model = write_demo_model(tmp_path_factory.mktemp("model") / "demo")
+        engine = Engine(model)
         yield engine
+        engine.spoiler.close()
         engine.llm.llm_engine.engine_core.shutdown()
 
 

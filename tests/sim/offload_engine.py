@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks one engine the same prompts four times; writes what happened as JSON.
 
-    python offload_engine.py MODEL RESULT DTYPE TENSOR_PARALLEL_SIZE
+    python offload_engine.py MODEL RESULT DTYPE TENSOR_PARALLEL_SIZE COPY_ENGINE
 
 The device has room for about three of the prompts. A prompt is first computed, then
 asked again at once, so that its blocks are still in device memory. When all prompts
 have been through that, each is asked again: by now its blocks have been evicted and
-come back from the host. The last time they come back corrupted. Each batch of copies
-takes a while to begin, so that whoever does not wait for it is found out.
+come back from the host. The last time they come back corrupted. Each rectangle and each
+batch takes a while to begin, so that whoever does not wait for it is found out.
 """
 
 import json
@@ -38,13 +38,14 @@ def simulator_state(worker: Any) -> dict[str, Any]:
         "staged": now.staged_copies,
         "faults": now.memory_faults,
         "batches": now.calls["hipMemcpyBatchAsync"],
+        "packets": now.pitched_packets,
     }
 
 
 def slow_copies(worker: Any) -> None:
     from vllm_rocm_memory.sim import hipsim
 
-    hipsim.configure(copy_latency_us=10_000)
+    hipsim.configure(copy_latency_us=3_000)
 
 
 def corrupt_loads(worker: Any) -> None:
@@ -53,7 +54,9 @@ def corrupt_loads(worker: Any) -> None:
     hipsim.configure(corrupt_loads=True)
 
 
-def main(model: str, result: str, dtype: str, tensor_parallel_size: str) -> None:
+def main(
+    model: str, result: str, dtype: str, tensor_parallel_size: str, copy_engine: str
+) -> None:
     from vllm import LLM, SamplingParams
 
     # Keys and values of 4 layers, 2 heads, 64 elements each.
@@ -72,7 +75,10 @@ def main(model: str, result: str, dtype: str, tensor_parallel_size: str) -> None
         kv_transfer_config={
             "kv_connector": "SimpleCPUOffloadConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES},
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": HOST_BYTES,
+                "copy_engine": copy_engine,
+            },
         },
     )
     greedy = SamplingParams(temperature=0, max_tokens=12, logprobs=3, ignore_eos=True)

@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -146,8 +147,8 @@ class ServedEngine:
             **(transfer or {}),
         }
         extra: dict[str, Any] = transfer["kv_connector_extra_config"]
-        # As the label of the metrics has it.
-        self.copy_engine = "disk" if "disk_path" in extra else "batch"
+        # Labels of the metrics.
+        self.copy_engines = ("disk",) if "disk_path" in extra else ("rect", "batch")
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
             f"--host={serve.HOST}",
@@ -370,14 +371,15 @@ class ServedEngine:
 
     def copy_counters(self) -> dict[tuple[str, str], float]:
         """What the counters of copies say, by what they count and direction."""
-        return {
-            (name.removeprefix(_COPY_PREFIX).removesuffix("_total"), way): value
-            for (name, labels), value in self.metrics().items()
-            for way in ("load", "store")
-            if labels == {("direction", way), ("copy_engine", self.copy_engine)}
-            and name.startswith(_COPY_PREFIX)
-            and name.endswith("_total")
-        }
+        counters: Counter[tuple[str, str]] = Counter()
+        for (name, labels), value in self.metrics().items():
+            if not name.startswith(_COPY_PREFIX) or not name.endswith("_total"):
+                continue
+            what = name.removeprefix(_COPY_PREFIX).removesuffix("_total")
+            for way, engine in itertools.product(("load", "store"), self.copy_engines):
+                if labels == {("direction", way), ("copy_engine", engine)}:
+                    counters[what, way] += value
+        return dict(counters)
 
     def wait_for_counters(
         self, before: Mapping[tuple[str, str], float]

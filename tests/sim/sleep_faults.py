@@ -58,3 +58,4 @@ class SleepFaults(CopyFaults):
         super().start_over()
         self.slow_steps(0)
         hipsim.reset()
+        self._copy_rig().before.clear()

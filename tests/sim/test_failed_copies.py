@@ -19,23 +19,39 @@ from .served_engine import (
     fresh_prompts,
 )
 
-RELEASES = ("7.2.3", "7.12", "7.15", "7.16")
+# Each release with the engine by default, and batches as two of them make them.
+RELEASES_AND_ENGINES = [
+    ("7.2.3", "rect"),
+    ("7.12", "rect"),
+    ("7.15", "rect"),
+    ("7.16", "rect"),
+    ("7.15", "batch"),
+    ("7.16", "batch"),
+]
+CALLS = {"rect": "hipMemcpy2DAsync", "batch": "hipMemcpyBatchAsync"}
 ERRORS = {
     700: "hipErrorIllegalAddress",
     719: "hipErrorLaunchFailure",
     2: "hipErrorOutOfMemory",
     1: "hipErrorInvalidValue",
 }
-SLOW_US = 100_000
+SLOW_US = 30_000  # each rectangle or batch
 DRAIN_SECONDS = 30
 SERVER: dict[str, Any] = {"arguments": [f"--shutdown-timeout={DRAIN_SECONDS}"]}
-PAGES = 4  # of a run of blocks: one for each layer
+LAYERS = 4
 fresh = fresh_prompts()
 
 
 def state(engine: ServedEngine) -> dict[str, Any]:
     (only,) = engine.copy_states()
     return only
+
+
+def different_bytes(engine: ServedEngine, way: str) -> int:
+    """Of what the last copy that way has moved."""
+    (last,) = engine.rpc("compare_last", way=way)
+    assert last["bytes"] >= BLOCK_BYTES
+    return int(last["different"])
 
 
 # ----- without a failure
@@ -65,6 +81,73 @@ def test_a_new_prompt_is_stored_once(engine):
     assert state(engine)["copies"] == {"store": 1}
 
 
+@pytest.mark.parametrize(("release", "name"), RELEASES_AND_ENGINES)
+def test_a_request_is_offloaded_and_reloaded_to_the_byte(engine, known, release, name):
+    """A rectangle is one packet for a block, whose pages all have one size."""
+    engine.rpc("use_release", profile=release, engine=name)
+    before = engine.copy_counters()
+    for _ in known:
+        known.check()
+        assert different_bytes(engine, "load") == 0
+    each = next(fresh)
+    right = engine.ask(each)
+    assert different_bytes(engine, "store") == 0
+    engine.forget_device()
+    again = engine.ask(each)
+    assert (again.tokens, again.cached) == (right.tokens, right.whole_blocks)
+    assert different_bytes(engine, "load") == 0
+
+    seen = state(engine)
+    loads, stores = seen["blocks"]["load"], seen["blocks"]["store"]
+    assert (loads, stores) == (
+        sum(answer.whole_blocks for answer in [*known.answers.values(), right])
+        // BLOCK,
+        right.whole_blocks // BLOCK,
+    )
+    assert seen["engine"] == name
+    if name == "rect":
+        assert seen["moved"] == {
+            "sdma h2d": loads,
+            "sdma d2h": stores,
+            "packets": loads + stores,
+        }
+    else:
+        # Of some runs of blocks the pages are joined, and all are too large for the
+        # blit kernel of a release that is not told to prefer the copy engines.
+        assert seen["moved"].keys() == {"sdma h2d", "sdma d2h"}
+        assert seen["moved"]["sdma d2h"] <= stores * LAYERS
+    assert engine.wait_for_counters(before)["copies", "load"] == len(known) + 1
+    labels = {("direction", "load"), ("copy_engine", name)}
+    assert engine.metrics()["vllm:simple_kv_offload_copies_total", frozenset(labels)]
+
+
+def test_an_irregular_layout_is_copied_in_batches_and_told_once(engine, known):
+    said = len(engine.said())
+    engine.rpc("use_release", profile="7.16", irregular=True)
+    for _ in known:
+        known.check()
+        assert different_bytes(engine, "load") == 0
+    engine.ask(next(fresh))
+    assert different_bytes(engine, "store") == 0
+    seen = state(engine)
+    assert (seen["engine"], "packets" in seen["moved"]) == ("batch", False)
+    assert {"blit h2d", "blit d2h"}.isdisjoint(seen["moved"])
+    told = [line for line in engine.said()[said:].splitlines() if "copy engine" in line]
+    assert len(told) == 1, told
+    assert "batch (asked for: auto, by default)" in told[0] and "INFO" in told[0]
+    assert "0 % of a block's bytes lie in rectangles" in told[0]
+
+    # Whoever asked for rectangles by name is warned.
+    said = len(engine.said())
+    engine.rpc("use_release", profile="7.16", engine="rect", irregular=True)
+    known.check()
+    told = [line for line in engine.said()[said:].splitlines() if "copy engine" in line]
+    assert len(told) == 1, told
+    assert "WARNING" in told[0]
+    assert "batch (asked for: rect, by kv_connector_extra_config" in told[0]
+    engine.rpc("use_release", profile="7.16")
+
+
 # ----- controls: what these tests would see if the worker did not tell
 
 
@@ -77,10 +160,13 @@ def test_a_failure_that_nobody_tells_makes_a_wrong_answer(engine, known, way):
         each = next(fresh)
         engine.rpc("fail_copies", way=way, hidden=True)
         right = engine.ask(each)
+        assert different_bytes(engine, "store")
         engine.forget_device()
         answer = engine.ask(each)
     assert answer.ok and answer.cached == right.whole_blocks
     assert answer.tokens != right.tokens
+    # What was stored wrong is loaded as it is.
+    assert bool(different_bytes(engine, "load")) == (way == "load")
     assert state(engine)["failed"] == {way: 1}
     engine.forget_device()
 
@@ -88,9 +174,11 @@ def test_a_failure_that_nobody_tells_makes_a_wrong_answer(engine, known, way):
 # ----- the 20th
 
 
-@pytest.mark.parametrize("release", ["7.16", "7.2.3"])
-def test_the_20th_load_fails_its_own_request_alone(engine, known, release):
-    engine.rpc("use_release", profile=release)
+@pytest.mark.parametrize(
+    ("release", "name"), [("7.16", "rect"), ("7.16", "batch"), ("7.2.3", "batch")]
+)
+def test_the_20th_load_fails_its_own_request_alone(engine, known, release, name):
+    engine.rpc("use_release", profile=release, engine=name)
     before = engine.copy_counters()
     said = len(engine.said())
     engine.rpc("fail_copies", way="load", skip=19)
@@ -109,11 +197,16 @@ def test_the_20th_load_fails_its_own_request_alone(engine, known, release):
 
     log = engine.said()[said:]
     where = r"one of the copies 0 to \d+ of \d+, .* \(the runtime did not say which\)"
-    if release == "7.2.3":
+    if name == "rect":
+        where = (
+            r"rectangle 0 of 5, regions 'model.layers.0.self_attn.attn', .*"
+            r"'model.layers.3.self_attn.attn', block \d+ to \d+"
+        )
+    elif release == "7.2.3":
         where = r"copy 0 of \d+, region '[\w.]+', blocks [\d, -]+ to [\d, -]+"
     assert re.search(
         r"KV load of blocks [\d, -]+ to [\d, -]+ failed: KV load: "
-        rf"hipMemcpyBatchAsync returned hipErrorIllegalAddress \(700\) for {where}",
+        rf"{CALLS[name]} returned hipErrorIllegalAddress \(700\) for {where}",
         log,
     )
     assert re.search(r"Request cmpl-\S+ lost its KV load", log)
@@ -143,7 +236,7 @@ def test_the_20th_store_fails_nothing_and_is_not_served(engine, known):
         )
     assert re.search(
         r"KV store of blocks [\d, -]+ to [\d, -]+ failed: KV store: "
-        r"hipMemcpyBatchAsync returned hipErrorIllegalAddress \(700\)",
+        r"hipMemcpy2DAsync returned hipErrorIllegalAddress \(700\)",
         engine.said()[said:],
     )
 
@@ -151,10 +244,15 @@ def test_the_20th_store_fails_nothing_and_is_not_served(engine, known):
 # ----- all others
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_from_the_20th_on_each_load_and_each_store_fails_alone(engine, known, release):
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [("7.2.3", "rect"), ("7.12", "batch"), ("7.15", "batch"), ("7.16", "rect")],
+)
+def test_from_the_20th_on_each_load_and_each_store_fails_alone(
+    engine, known, release, name
+):
     """50 failures in each release, half of them loads, half stores, in turn."""
-    engine.rpc("use_release", profile=release)
+    engine.rpc("use_release", profile=release, engine=name)
     before = engine.copy_counters()
     for _ in range(19):
         known.check()
@@ -168,8 +266,13 @@ def test_from_the_20th_on_each_load_and_each_store_fails_alone(engine, known, re
         assert answer.status == 500
         stored[each] = engine.ask(each)
         assert (stored[each].ok, stored[each].cached) == (True, 0)
-    assert state(engine) == {
+    seen = state(engine)
+    assert seen.pop("blocks").keys() == {"load", "store"}
+    # What came before the copies that failed, too.
+    assert {key.partition(" ")[0] for key in seen.pop("moved")} <= {"sdma", "packets"}
+    assert seen == {
         "profile": release,
+        "engine": name,
         "copies": {"load": 44, "store": 44},
         "failed": {"load": 25, "store": 25},
         "most loads in a step": 1,
@@ -193,8 +296,12 @@ def test_from_the_20th_on_each_load_and_each_store_fails_alone(engine, known, re
 
 
 @pytest.mark.parametrize("way", ["load", "store"])
-@pytest.mark.parametrize("error", ERRORS)
-def test_the_log_names_the_error(engine, known, way, error):
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [(error, "batch" if error == 1 else "rect") for error in ERRORS],
+)
+def test_the_log_names_the_error(engine, known, way, error, name):
+    engine.rpc("use_release", profile="7.16", engine=name)
     said = len(engine.said())
     engine.rpc("fail_copies", way=way, errors=[error])
     if way == "load":
@@ -204,14 +311,18 @@ def test_the_log_names_the_error(engine, known, way, error):
         each = next(fresh)
         right = engine.ask(each)
         engine.check_recomputed_then_loaded(each, right)
-    text = f"KV {way}: hipMemcpyBatchAsync returned {ERRORS[error]} ({error}) for "
+    text = f"KV {way}: {CALLS[name]} returned {ERRORS[error]} ({error}) for "
     assert text in engine.said()[said:]
 
 
-@pytest.mark.parametrize("part", range(PAGES))
-def test_a_batch_that_fails_in_the_middle(engine, known, part):
+# A rectangle for each of five blocks; a page of joined blocks for each layer.
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("rect", 0), ("rect", 2), ("rect", 4), ("batch", 0), ("batch", LAYERS - 1)],
+)
+def test_a_copy_that_fails_in_the_middle(engine, known, name, part):
     """What its earlier calls have queued ends before anybody else has the blocks."""
-    engine.rpc("use_release", profile="7.16", max_copies=1)
+    engine.rpc("use_release", profile="7.16", engine=name, max_copies=1)
     known.check()
     engine.rpc("slow_copies", microseconds=SLOW_US)
     engine.rpc("fail_copies", way="load", part=part)
@@ -280,7 +391,7 @@ def test_of_two_loads_in_one_step_the_one_that_fails(known, failing):
 
 
 def test_an_answer_that_waits_for_its_load_comes_before_the_end(engine, known):
-    engine.rpc("slow_copies", microseconds=1_000_000)
+    engine.rpc("slow_copies", microseconds=200_000)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(known.ask)
         deadline = time.monotonic() + ANSWER_SECONDS

@@ -10,7 +10,7 @@ from .served_engine import BLOCK, BLOCK_BYTES, fresh_prompts
 RANKS = 2
 # Without the overlap of steps, which the other servers of these tests have.
 SERVER: dict[str, Any] = {"ranks": RANKS, "arguments": ["--no-async-scheduling"]}
-SLOW_US = 200_000
+SLOW_US = 50_000  # each rectangle
 fresh = fresh_prompts()
 
 
@@ -23,10 +23,17 @@ def test_each_rank_copies_its_part(engine, known):
     for _ in known:
         known.check()
     right = engine.ask(next(fresh))
+    loaded = sum(answer.whole_blocks for answer in known.answers.values())
+    compared = engine.rpc("compare_last", way="store")
+    assert [each["different"] for each in compared] == [0] * RANKS
     for state in engine.copy_states():
         assert state["copies"] == {"load": len(known), "store": 1}
         assert not state["async scheduling"]
-    loaded = sum(answer.whole_blocks for answer in known.answers.values())
+        assert state["moved"] == {
+            "sdma h2d": loaded // BLOCK,
+            "sdma d2h": right.whole_blocks // BLOCK,
+            "packets": (loaded + right.whole_blocks) // BLOCK,
+        }
     assert engine.wait_for_counters(before) == {
         ("copies", "load"): RANKS * len(known),
         ("copied_bytes", "load"): loaded // BLOCK * BLOCK_BYTES,

@@ -55,6 +55,10 @@ def test_blocks_come_back_from_the_disk(engine, known):
         known.check()
     moved = engine.wait_for_counters(before)
     assert moved["copies", "load"] == len(known)
+    (state,) = engine.copy_states()
+    # Its staging memory is block after block, as the host's tier is.
+    assert state["moved"].keys() == {"sdma h2d", "packets"}
+    assert state["moved"]["packets"] == state["blocks"]["load"]
     assert ("copy_failures", "load") not in moved
 
 

@@ -138,7 +138,8 @@ def test_it_answers_what_it_prints_and_stops_on_ctrl_c(start):
     assert "the simulator of HIP 7.16" in server.lines[0]
     assert re.search(r"^ +\d+ s  ", server.output, re.MULTILINE), "progress"
 
-    assert re.search(r"^KV copy engine: batch .*0x100", server.output, re.MULTILINE)
+    engine = r"^KV copy engine: rect .*hipMemcpy2DAsync, 1 rectangle"
+    assert re.search(engine, server.output, re.MULTILINE)
 
     commands = re.findall(r"^  (curl .*)$", server.output, re.MULTILINE)
     completion, chat, metrics, before, asleep, awake = map(run_command, commands)
@@ -220,7 +221,7 @@ def test_a_wrong_copy_engine_is_refused_with_the_allowed_ones(
     assert server.process.wait(READY_SECONDS) == 1
     server.close()
     assert f"{name} is 'warp'" in server.output
-    assert "'auto' or 'batch'" in server.output
+    assert "'auto', 'rect' or 'batch'" in server.output
     assert "ended by itself (exit code 2)" in server.output
 
 

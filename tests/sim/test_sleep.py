@@ -194,7 +194,7 @@ def test_sleep_waits_for_stores(engine, mode):
     """They read device memory, which is about to go."""
     each = next(fresh)
     before = engine.copy_counters()
-    engine.rpc("slow_copies", microseconds=300_000)
+    engine.rpc("slow_copies", microseconds=100_000)
     right = engine.ask(each)
     assert engine.copy_states()[0]["under way"] == ["store"]
     good(engine.sleep(mode=mode))
@@ -216,7 +216,7 @@ def loading(
     right = engine.ask(each)
     engine.check_idle()
     engine.forget_device()
-    engine.rpc("slow_copies", microseconds=500_000)
+    engine.rpc("slow_copies", microseconds=150_000)
     asked = client.submit(engine.ask, each)
     deadline = time.monotonic() + 10
     while engine.copy_states()[0]["under way"] != ["load"]:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from vllm.v1.simple_kv_offload import copy_backend, copy_thread
 from vllm.v1.simple_kv_offload.copy_backend import DmaCopyBackend
+from vllm.v1.simple_kv_offload.copy_engine import CopyEngine
+from vllm.v1.simple_kv_offload.copy_errors import BatchCopyError
 from vllm.v1.simple_kv_offload.copy_thread import CopyTicket
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
     CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-    BatchCopyError,
 )
 
 from vllm_rocm_memory.sim import hipsim, torch_device
@@ -146,6 +147,21 @@ def _corrupt_rounds(
 
 def test_the_backend_names_its_engine_for_the_metrics():
     assert DmaCopyBackend().copy_engine == "batch"
+
+
+def test_both_directions_have_the_engine_that_the_log_names(device, monkeypatch):
+    asked = []
+    build_params = copy_backend.build_params
+
+    def noted(*args, engine, **kwargs):
+        asked.append(engine)
+        return build_params(*args, engine=engine, **kwargs)
+
+    monkeypatch.setattr(copy_backend, "build_params", noted)
+    offload = Offload(device).start()
+    assert asked == [CopyEngine.AUTO, CopyEngine.BATCH]
+    assert offload.backend.copy_engine == "batch"
+    offload.close()
 
 
 # ----- failures

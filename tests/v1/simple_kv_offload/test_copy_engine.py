@@ -46,6 +46,8 @@ def _config(**extra: object) -> SimpleNamespace:
         (_config(), "batch", (CopyEngine.BATCH, VARIABLE)),
         (_config(copy_engine="batch"), None, (CopyEngine.BATCH, OPTION)),
         (_config(copy_engine="auto"), "batch", (CopyEngine.AUTO, OPTION)),
+        (None, "rect", (CopyEngine.RECT, VARIABLE)),
+        (_config(copy_engine="rect"), "batch", (CopyEngine.RECT, OPTION)),
     ],
 )
 def test_the_option_wins_over_the_variable(monkeypatch, config, variable, expected):
@@ -60,7 +62,7 @@ def test_a_wrong_option_is_refused(word):
         resolve_copy_engine(_config(copy_engine=word))
     text = str(refused.value)
     assert text.startswith(f"kv_connector_extra_config.copy_engine is {word!r},")
-    assert "'auto' or 'batch'" in text
+    assert "'auto', 'rect' or 'batch'" in text
     assert "leave it out" in text
 
 
@@ -71,7 +73,7 @@ def test_a_wrong_variable_is_refused(monkeypatch, word):
         resolve_copy_engine(None)
     text = str(refused.value)
     assert text.startswith(f"VLLM_KV_OFFLOAD_COPY_ENGINE is {word!r},")
-    assert "'auto' or 'batch'" in text
+    assert "'auto', 'rect' or 'batch'" in text
     assert "unset it" in text
 
 
@@ -119,6 +121,18 @@ def test_a_wrong_option_of_a_child_is_refused_while_arguments_are_parsed():
             kv_connector="MultiConnector",
             kv_connector_extra_config={"connectors": [other, child]},
         )
+
+
+@pytest.mark.parametrize("engine", CopyEngine)
+def test_a_child_may_choose_every_engine(engine):
+    """MultiConnector makes a configuration of its own for each child."""
+    options = {"copy_engine": engine.value}
+    child = {"kv_connector": CONNECTOR, "kv_connector_extra_config": options}
+    child |= {"kv_role": "kv_both"}
+    extra = {"connectors": [child]}
+    _vllm_config(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    config = SimpleNamespace(kv_transfer_config=KVTransferConfig(**child))
+    assert resolve_copy_engine(config) == (engine, OPTION)
 
 
 def test_a_child_of_a_child_is_checked(monkeypatch):

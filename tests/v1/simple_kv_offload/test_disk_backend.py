@@ -20,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.simple_kv_offload import copy_thread, disk_backend
+from vllm.v1.simple_kv_offload.copy_errors import BatchCopyError
 from vllm.v1.simple_kv_offload.copy_thread import CopyTicket
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
@@ -71,6 +72,7 @@ class Offload:
         path: Path,
         pages: dict[str, tuple[int, int]] = PAGES,
         blocks: int = BLOCKS,
+        engine: str | None = None,
     ) -> None:
         self.path = path
         self.whole = {
@@ -81,7 +83,9 @@ class Offload:
             name: self.whole[name][:, :page] for name, (page, _) in pages.items()
         }
         self.load_stream, self.store_stream = (torch_device.Stream() for _ in "ab")
-        self.backend = DiskBackend()
+        extra = {} if engine is None else {"copy_engine": engine}
+        transfer = SimpleNamespace(kv_connector_extra_config=extra)
+        self.backend = DiskBackend(SimpleNamespace(kv_transfer_config=transfer))
         self.tickets: list[tuple[int, CopyTicket]] = []
 
     def start(
@@ -328,6 +332,90 @@ def test_the_start_is_logged_in_one_line(idle, path, vllm_log):
     ):
         assert part in line
     assert "flags 0x100" in line
+
+
+# ----- rectangles
+
+
+class Layers(Offload):
+    """Layers in one allocation, as vLLM has them, named from the last to the first."""
+
+    def __init__(self, device, path: Path, engine: str | None = None) -> None:
+        super().__init__(device, path, {}, engine=engine)
+        memory = device.device_tensor(BLOCKS * BLOCK_BYTES)
+        self.gpu, start = {}, 0
+        for name in "hgfedcba":
+            page = 1536 if name > "d" else 512
+            end = start + BLOCKS * page
+            self.gpu[name] = memory[start:end].view(-1, page)
+            start = end
+        self.gpu = {name: self.gpu[name] for name in sorted(self.gpu)}
+
+
+@pytest.mark.parametrize("engine", [None, "rect", "batch"])
+def test_a_block_is_a_rectangle_a_page_size_in_its_slot(device, path, vllm_log, engine):
+    offload = Layers(device, path, engine).start()
+    offload.round_trip(5)
+    stats = hipsim.stats()
+    copies = 0 if engine == "batch" else 2 * BLOCKS
+    assert stats.calls["hipMemcpy2DAsync"] == stats.pitched_copies == 2 * copies
+    assert stats.pitched_bytes == copies * BLOCK_BYTES
+    assert bool(stats.calls["hipMemcpyBatchAsync"]) == (engine == "batch")
+    # The file has a block's pages in the order of device memory.
+    last = 3
+    pages = [bytes(offload.gpu[name][BLOCKS - 1 - last].numpy()) for name in "hgfedcba"]
+    assert offload.slot(last) == b"".join(pages)
+    (line,) = [line for line in logged(vllm_log, "INFO") if "KV copy engine" in line]
+    assert line.startswith(f"KV copy engine: disk: {path}, ")
+    who = "kv_connector_extra_config.copy_engine" if engine else "default"
+    used = "batch" if engine == "batch" else "rect"
+    asked = engine or "auto"
+    assert f"in each direction and {used} (asked for: {asked}, by {who}): " in line
+    assert offload.backend.copy_engine == "disk"
+    offload.close()
+
+
+def test_rectangles_that_were_asked_for_in_vain_are_a_warning(device, path, vllm_log):
+    offload = Offload(device, path, engine="rect").start()
+    (line,) = [line for line in logged(vllm_log, "WARNING") if "copy engine" in line]
+    assert "and batch (asked for: rect, by kv_connector_extra_config" in line
+    assert "0 % of a block's bytes lie in rectangles" in line
+    offload.round_trip(6)
+    assert hipsim.stats().pitched_copies == 0
+    offload.close()
+
+
+def test_a_wrong_engine_is_refused():
+    transfer = SimpleNamespace(kv_connector_extra_config={"copy_engine": "blit"})
+    with pytest.raises(ValueError, match="copy_engine is 'blit'"):
+        DiskBackend(SimpleNamespace(kv_transfer_config=transfer))
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_a_rectangle_that_fails_is_named_with_its_staging_slot(
+    device, path, vllm_log, is_store
+):
+    offload = Layers(device, path).start()
+    hipsim.fail("hipMemcpy2DAsync", 4, ILLEGAL_ADDRESS)
+    copy = offload.store if is_store else offload.load
+    failed = copy(*(([7, 8, 9], [1, 2, 3]) if is_store else ([1, 2, 3], [7, 8, 9])))
+    until(failed.query)
+    assert isinstance(failed.error, BatchCopyError)
+    assert failed.error.site is not None
+    names = [region.name for region in failed.error.site.regions]
+    assert "".join(name.removesuffix(" (staging)") for name in names) in (
+        "hgfe",
+        "dcba",
+    )
+    # The second block of three, and a staging slot on the other side.
+    direction, blocks = ("store", "8 to 1") if is_store else ("load", "1 to 8")
+    assert (
+        f"KV {direction}: hipMemcpy2DAsync returned hipErrorIllegalAddress (700) for "
+        f"rectangle 1 of 2, regions {', '.join(map(repr, names))}, block "
+    ) in str(failed.error)
+    assert str(failed.error).endswith(f"block {blocks}")
+    offload.round_trip(7)
+    offload.close()
 
 
 # ----- order

@@ -23,11 +23,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.platforms import hip_runtime
 from vllm.v1.simple_kv_offload import cuda_mem_ops
+from vllm.v1.simple_kv_offload.copy_errors import BatchCopyError, format_blocks
 from vllm.v1.simple_kv_offload.copy_plan import CopyPlan, Region
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
     CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-    BatchCopyError,
     BatchMemcpyParams,
     _copy_flags_for_hip_version,
     _CUmemcpyAttributes,
@@ -36,7 +36,6 @@ from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     build_params,
     copy_blocks,
     describe_batch_copies,
-    format_blocks,
     pin_tensor,
 )
 
@@ -274,7 +273,7 @@ def test_a_failure_names_the_copy_among_all_of_the_batch(monkeypatch):
     error = failed.value
     assert error.direction == "load"
     assert (error.error, error.index) == (INVALID_VALUE, 13)
-    assert error.site.region.name == "layers.2"
+    assert [region.name for region in error.site.regions] == ["layers.2"]
     assert error.site.src_blocks == range(30, 31)
     assert error.site.dst_blocks == range(80, 81)
     for part in (
@@ -628,7 +627,7 @@ def test_copies_end_where_a_chunk_of_sleep_mode_memory_ends(device, monkeypatch)
     gpu = {"kv": _pages(gpu_memory, 16, 256, 256)}
     cpu = {"kv": _pages(cpu_memory, 16, 256, 256)}
     params = build_params(gpu, cpu, stream)
-    copies = params.plan.copies(range(16), range(16))
+    copies = params.plan.copies(range(16), range(16)).pages
     assert sorted(
         zip((copies.src - np.uint64(base)).tolist(), copies.size.tolist(), strict=True)
     ) == [
@@ -648,17 +647,19 @@ def test_chunks_are_looked_up_on_rocm_alone(monkeypatch, is_rocm):
     # On CUDA a handle is a number, not a list of chunks.
     handle = (0, 100, 4096, [(7, 100)] if is_rocm else 7)
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", _cumem(handle))
-    assert cuda_mem_ops._mapping_ends().tolist() == ([4196] if is_rocm else [])
+    mappings = cuda_mem_ops._mappings([])
+    assert mappings.chunk_ends.tolist() == ([4196] if is_rocm else [])
+    assert mappings.chunk_bytes == (100 if is_rocm else 0)
 
 
 def test_without_sleep_mode_there_are_no_cuts(monkeypatch, rocm):
     name = "vllm.device_allocator.cumem"
     monkeypatch.delitem(sys.modules, name, raising=False)
-    assert cuda_mem_ops._mapping_ends().tolist() == []
+    assert cuda_mem_ops._mappings([]).chunk_ends.tolist() == []
     unused = ModuleType(name)
     unused.CuMemAllocator = SimpleNamespace(instance=None)
     monkeypatch.setitem(sys.modules, name, unused)
-    assert cuda_mem_ops._mapping_ends().tolist() == []
+    assert cuda_mem_ops._mappings([]).chunk_ends.tolist() == []
 
 
 def test_pages_are_not_joined_in_expandable_segments(device, monkeypatch):
@@ -666,7 +667,7 @@ def test_pages_are_not_joined_in_expandable_segments(device, monkeypatch):
     gpu = {"kv": _pages(device.device_tensor(1024), 4, 256, 256)}
     cpu = {"kv": _pages(device.host_tensor(1024), 4, 256, 256)}
     params = build_params(gpu, cpu, torch_device.Stream())
-    assert len(params.plan.copies(range(4), range(4))) == 4
+    assert len(params.plan.copies(range(4), range(4)).pages) == 4
 
 
 # ----- random layouts

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
-from vllm.v1.simple_kv_offload import copy_backend, copy_thread
+from vllm.v1.simple_kv_offload import copy_backend, copy_thread, host_cache
 from vllm.v1.simple_kv_offload import worker as worker_module
 from vllm.v1.simple_kv_offload.copy_backend import DmaCopyBackend
 from vllm.v1.simple_kv_offload.copy_metrics import (
@@ -40,10 +40,21 @@ def profile(request: pytest.FixtureRequest) -> str:
     return getattr(request, "param", "7.16")
 
 
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> str:
+    """Which copies; rectangles are what "auto" makes of these caches."""
+    return getattr(request, "param", "rect")
+
+
+both_engines = pytest.mark.parametrize("engine", ["rect", "batch"], indirect=True)
+COPY_CALLS = {"rect": "hipMemcpy2DAsync", "batch": "hipMemcpyBatchAsync"}
+
+
 class Rank:
     """A worker over KV caches in simulated device memory, driven step by step."""
 
-    def __init__(self, device, **options) -> None:
+    def __init__(self, device, engine: str = "auto", **options) -> None:
+        self.engine = engine
         self.memory = device.device_tensor(LAYERS * GPU_BLOCKS * PAGE)
         config = KVCacheConfig(
             num_blocks=GPU_BLOCKS,
@@ -59,7 +70,10 @@ class Rank:
         )
         self.gpu = self.memory.view(LAYERS, GPU_BLOCKS, PAGE)
         options = {"cpu_capacity_bytes": CPU_BLOCKS * BLOCK_BYTES, **options}
-        self.worker = SimpleCPUOffloadWorker(None, config, **options)
+        extra = {"copy_engine": engine}
+        transfer = SimpleNamespace(kv_connector_extra_config=extra)
+        vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+        self.worker = SimpleCPUOffloadWorker(vllm_config, config, **options)
         self._loaded: set[str] = set()
         self._stored: dict[int, bool] = {}
 
@@ -73,6 +87,9 @@ class Rank:
         """The pool, as [layers, blocks, page]."""
         assert self.worker.cpu_kv_caches is not None
         return torch.stack(list(self.worker.cpu_kv_caches.values())).view(torch.uint8)
+
+    def fail_next_copy(self, error: int = ILLEGAL_ADDRESS, nth: int = 1) -> None:
+        hipsim.fail(COPY_CALLS[self.engine], nth, error)
 
     def cpu_layer(self, layer: int) -> torch.Tensor:
         assert self.worker.cpu_kv_caches is not None
@@ -143,14 +160,14 @@ class Rank:
             (name, direction): value
             for name, labelled in stats.data["data"].items()
             for (direction, engine), value in labelled.items()
-            if engine == "batch"
+            if engine == self.engine
         }
 
 
 @pytest.fixture
-def rank(device, monkeypatch) -> Iterator[Rank]:
+def rank(device, engine, monkeypatch) -> Iterator[Rank]:
     monkeypatch.setattr(worker_module, "PIN_MEMORY", True)
-    rank = Rank(device).register()
+    rank = Rank(device, engine).register()
     values = torch.arange(1, LAYERS * GPU_BLOCKS + 1, dtype=torch.uint8)
     rank.gpu.copy_(values.view(LAYERS, GPU_BLOCKS, 1))
     yield rank
@@ -158,13 +175,10 @@ def rank(device, monkeypatch) -> Iterator[Rank]:
     vars(rank).clear()  # streams and events go with the last reference
 
 
-def fail_next_copy(error: int = ILLEGAL_ADDRESS, nth: int = 1) -> None:
-    hipsim.fail("hipMemcpyBatchAsync", nth, error)
-
-
 # ----- what works
 
 
+@both_engines
 def test_blocks_go_to_the_pool_and_come_back(rank):
     rank.store([3, 4, 9], [0, 1, 7])
     assert rank.ended_stores(1) == ({0}, set())
@@ -207,9 +221,10 @@ def test_a_slow_request_does_not_hold_up_another(rank, blocked):
     assert rank.finished_loads(2) == {"a", "b"}
 
 
+@both_engines
 def test_loads_without_counts_share_one_copy(rank):
     """Metadata of a scheduler that does not say whose blocks are whose."""
-    fail_next_copy()
+    rank.fail_next_copy()
     rank.step(
         SimpleCPUOffloadMetadata(
             load_event=0,
@@ -225,11 +240,12 @@ def test_loads_without_counts_share_one_copy(rank):
 # ----- failures
 
 
+@both_engines
 def test_a_failed_load_costs_its_own_request(rank):
     rank.store([1, 2], [1, 2])
     rank.ended_stores(1)
     before = rank.gpu.clone()
-    fail_next_copy(nth=2)
+    rank.fail_next_copy(nth=2)
     rank.load(a=([1], [4]), b=([2], [5]), c=([1], [6]))
     assert rank.finished_loads(3) == {"a", "b", "c"}
     assert rank.worker.take_failed_loads() == {"b"}
@@ -240,7 +256,7 @@ def test_a_failed_load_costs_its_own_request(rank):
 
 def test_a_failed_load_stays_known_until_somebody_asks(rank):
     """Whoever looks at finished loads alone must not lose the failure."""
-    fail_next_copy()
+    rank.fail_next_copy()
     rank.load(a=([1], [4]))
     rank.finished_loads(1)
     rank.load(b=([1], [4]))
@@ -248,8 +264,9 @@ def test_a_failed_load_stays_known_until_somebody_asks(rank):
     assert rank.worker.take_failed_loads() == {"a"}
 
 
+@both_engines
 def test_a_failed_store_is_told_from_one_that_worked(rank):
-    fail_next_copy(nth=2)
+    rank.fail_next_copy(nth=2)
     for event in range(3):
         rank.store([event], [event], event)
     assert rank.ended_stores(3) == ({0, 1, 2}, {1})
@@ -257,12 +274,13 @@ def test_a_failed_store_is_told_from_one_that_worked(rank):
     assert not rank.cpu[:, 1].any()
 
 
+@both_engines
 @pytest.mark.parametrize("profile", ["7.2.3", "7.16"], indirect=True)
 def test_the_log_names_error_blocks_region_and_request(rank, vllm_log, profile):
-    fail_next_copy()
+    rank.fail_next_copy()
     rank.load(**{"cmpl-7": ([3, 4], [6, 7])})
     rank.finished_loads(1)
-    fail_next_copy(OUT_OF_MEMORY)
+    rank.fail_next_copy(OUT_OF_MEMORY)
     rank.store([1], [2], 5)
     rank.ended_stores(1)
     lines = [r.getMessage() for r in vllm_log.records if r.levelno >= 30]
@@ -276,20 +294,24 @@ def test_the_log_names_error_blocks_region_and_request(rank, vllm_log, profile):
     assert "Request cmpl-7 lost its KV load" in request
     assert "hipErrorOutOfMemory (2)" in store
     assert "1 KV blocks are not offloaded" in blocks
-    if profile == "7.16":
+    if rank.engine == "rect":
+        assert "regions 'layer.0', 'layer.1', block 3 to 6" in load
+    elif profile == "7.16":
         assert "regions 'layer.0', 'layer.1' (the runtime did not say which)" in load
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
-    "call",
+    ("engine", "call"),
     [
-        "hipMemcpyBatchAsync",
-        "hipEventCreateWithFlags",
-        "hipEventRecord",
-        "hipEventQuery",
-        "hipStreamWaitEvent",
+        ("rect", "hipMemcpy2DAsync"),
+        ("batch", "hipMemcpyBatchAsync"),
+        ("rect", "hipEventCreateWithFlags"),
+        ("rect", "hipEventRecord"),
+        ("rect", "hipEventQuery"),
+        ("rect", "hipStreamWaitEvent"),
     ],
+    indirect=["engine"],
 )
 def test_a_fault_in_any_call_ends_in_one_report(rank, call, nth):
     """Wherever it hits, the step goes on, every transfer ends, and one has failed."""
@@ -325,7 +347,7 @@ def test_a_launch_that_raises_is_a_failed_transfer(rank, monkeypatch, vllm_log):
 
 def test_hundreds_of_failures_hold_nothing(rank):
     for i in range(200):
-        fail_next_copy()
+        rank.fail_next_copy()
         if i % 2:
             rank.load(event=i, a=([i % CPU_BLOCKS], [i % GPU_BLOCKS]))
             assert rank.finished_loads(1) == rank.worker.take_failed_loads() == {"a"}
@@ -339,6 +361,7 @@ def test_hundreds_of_failures_hold_nothing(rank):
     assert rank.ended_stores(1) == ({200}, set())
 
 
+@both_engines
 def test_a_block_outside_its_cache_is_an_error_and_no_write(rank):
     before = rank.gpu.clone()
     rank.store([GPU_BLOCKS], [0], 0)
@@ -350,6 +373,7 @@ def test_a_block_outside_its_cache_is_an_error_and_no_write(rank):
     assert not rank.cpu.any()
 
 
+@both_engines
 def test_a_failed_call_leaves_no_error_for_the_next_one(rank, monkeypatch):
     """The runtime remembers it for the thread; torch would blame its own next call."""
     hip, seen = hipsim.load(), []
@@ -359,7 +383,7 @@ def test_a_failed_call_leaves_no_error_for_the_next_one(rank, monkeypatch):
         "drain",
         lambda stream: seen.append(hip.hipPeekAtLastError()) or drain(stream),
     )
-    fail_next_copy()
+    rank.fail_next_copy()
     rank.store([0], [0])
     rank.ended_stores(1)
     assert seen == [0]
@@ -388,6 +412,7 @@ def _rounds_corrupt(rank: Rank, rounds: int, late_us: int) -> int:
     return corrupt
 
 
+@both_engines
 def test_a_store_comes_after_the_compute_that_writes_its_blocks(rank):
     assert _rounds_corrupt(rank, 150, late_us=1500) == 0
 
@@ -484,8 +509,9 @@ def test_preemption_does_not_wait_for_the_disk(rank, blocked):
     rank.ended_stores(1)
 
 
+@both_engines
 def test_a_flush_passes_over_copies_that_failed(rank):
-    fail_next_copy()
+    rank.fail_next_copy()
     rank.store([0], [0], 0)
     rank.load(a=([1], [1]))
     rank.worker.handle_preemptions(SimpleCPUOffloadMetadata(need_flush=True))
@@ -518,6 +544,7 @@ def test_the_caches_are_unmapped_after_the_last_copy(rank, late, request):
 # ----- counters
 
 
+@both_engines
 def test_copies_bytes_and_failures_are_counted_by_direction(rank):
     zeros = {
         (name, direction): 0
@@ -530,7 +557,7 @@ def test_copies_bytes_and_failures_are_counted_by_direction(rank):
     rank.load(a=([5], [6]), b=([6, 7], [7, 8]))
     rank.ended_stores(1)
     rank.finished_loads(2)
-    fail_next_copy()
+    rank.fail_next_copy()
     rank.store([0, 1], [3, 4], 1)
     rank.ended_stores(1)
     assert rank.counted() == {
@@ -550,13 +577,17 @@ def test_a_worker_without_caches_counts_nothing(device):
 # ----- start and shutdown
 
 
-def test_shutdown_finishes_the_copies_and_unregisters_the_host_memory(rank):
+def test_shutdown_finishes_the_copies_and_lets_go_of_the_host_memory(rank):
     hipsim.configure(copy_latency_us=20_000)
     for event in range(5):
         rank.store([event], [event], event)
-    assert hipsim.stats().registered_ranges == LAYERS
+    kept = [cache[:5] for cache in rank.worker.cpu_kv_caches.values()]
+    assert hipsim.stats().registered_ranges == 1
     rank.worker.shutdown()
-    assert torch.equal(rank.cpu[:, :5], rank.gpu[:, :5])
+    assert rank.worker.cpu_kv_caches is None
+    assert torch.equal(torch.stack(kept).view(torch.uint8), rank.gpu[:, :5])
+    assert hipsim.stats().registered_ranges == 1, "somebody still has tensors of it"
+    kept.clear()
     assert hipsim.stats().registered_ranges == 0
     rank.worker.shutdown()
 
@@ -574,7 +605,7 @@ def test_shutdown_cancels_in_time_and_keeps_memory_that_is_in_use(
     logged = "\n".join(r.getMessage() for r in vllm_log.records)
     assert "KV store of blocks 1 to 2 was cancelled" in logged
     assert "KV load of blocks 3 to 4 was cancelled" in logged
-    assert hipsim.stats().registered_ranges == LAYERS
+    assert hipsim.stats().registered_ranges == 1
     assert rank.ended_stores(1) == ({0}, {0})
     assert rank.finished_loads(1) == rank.worker.take_failed_loads() == {"a"}
 
@@ -585,15 +616,13 @@ def test_memory_that_a_copy_uses_outlives_the_worker(
     monkeypatch.setattr(copy_backend, "SHUTDOWN_SECONDS", 0.2)
     rank.store([1], [2], 0)
     assert blocked.entered.wait(PATIENCE)
+    memory = [weakref.ref(cache) for cache in rank.worker.cpu_kv_caches.values()]
     rank.worker.shutdown()
-    caches = rank.worker.cpu_kv_caches
-    memory = [weakref.ref(cache) for cache in caches.values()]
     thread = rank.worker._backend._thread._thread
     rank.worker = SimpleNamespace(shutdown=lambda: None)
-    del caches
     gc.collect()
     assert all(cache() is not None for cache in memory)
-    assert hipsim.stats().registered_ranges == LAYERS
+    assert hipsim.stats().registered_ranges == 1
     blocked.release.set()
     thread.join(PATIENCE)
     gc.collect()
@@ -610,7 +639,7 @@ def test_a_transfer_after_the_shutdown_fails_and_is_reported(rank):
 def test_host_memory_that_cannot_be_registered_is_given_back(device, monkeypatch):
     monkeypatch.setattr(worker_module, "PIN_MEMORY", True)
     rank = Rank(device)
-    hipsim.fail("hipHostRegister", 2, OUT_OF_MEMORY)
+    hipsim.fail("hipHostRegister", 1, OUT_OF_MEMORY)
     with pytest.raises(RuntimeError, match="cpu_bytes_to_use") as raised:
         rank.register()
     assert "hipErrorOutOfMemory (2)" in str(raised.value)
@@ -621,26 +650,111 @@ def test_host_memory_that_cannot_be_registered_is_given_back(device, monkeypatch
     rank.worker.shutdown()
 
 
-def test_without_a_batch_copy_nothing_stays_registered(device, monkeypatch):
+@pytest.mark.parametrize("failing", ["build_params", "CopyThread.start"])
+def test_a_start_that_fails_leaves_nothing_registered(device, monkeypatch, failing):
+    """While its error, whose traceback has every frame, is still there."""
     monkeypatch.setattr(worker_module, "PIN_MEMORY", True)
+    registered = []
 
-    def no_batch_copy(*args, **kwargs):
-        raise RuntimeError("no hipMemcpyBatchAsync")
+    def fail(*args, **kwargs):
+        registered.append(hipsim.stats().registered_ranges)
+        raise RuntimeError("not today")
 
-    monkeypatch.setattr(copy_backend, "build_params", no_batch_copy)
+    if failing == "build_params":
+        monkeypatch.setattr(copy_backend, "build_params", fail)
+    else:
+        monkeypatch.setattr(copy_thread.CopyThread, "start", fail)
     rank = Rank(device)
-    with pytest.raises(RuntimeError, match="hipMemcpyBatchAsync"):
+    with pytest.raises(RuntimeError, match="not today") as raised:
         rank.register()
+    assert registered == [1]
     assert hipsim.stats().registered_ranges == 0
+    assert rank.worker.cpu_kv_caches is None
+    assert raised.traceback
+
+
+@pytest.mark.parametrize("engine", ["rect", "batch"])
+def test_the_pool_is_laid_out_for_the_engine(device, engine):
+    """Blocks one after another are rectangles; else adjacent blocks' pages join."""
+    rank = Rank(device, engine).register()
+    distance = BLOCK_BYTES if engine == "rect" else PAGE
+    strides = {cache.stride(0) for cache in rank.worker.cpu_kv_caches.values()}
+    assert strides == {distance}
+    rank.store([2, 3, 4], [5, 6, 7], 0)
+    assert rank.ended_stores(1) == ({0}, set())
+    assert torch.equal(rank.cpu[:, 5:8], rank.gpu[:, 2:5])
+    stats = hipsim.stats()
+    made = (stats.pitched_copies, stats.batch_copies)
+    assert made == ((3, 0) if engine == "rect" else (0, LAYERS))
+    rank.worker.shutdown()
+
+
+def test_a_second_registration_is_refused(rank):
+    """The scheduler would go on to load blocks that a new pool does not have."""
+    rank.store([3], [1], 0)
+    with pytest.raises(RuntimeError, match="registered already, with a pool of"):
+        rank.register()
+    assert rank.ended_stores(1) == ({0}, set())
+    assert torch.equal(rank.cpu[:, 1], rank.gpu[:, 3])
 
 
 def test_the_worker_hands_its_configuration_to_the_backend(device, monkeypatch):
     monkeypatch.setattr(worker_module, "PIN_MEMORY", False)
-    transfer = SimpleNamespace(kv_connector_extra_config={"copy_engine": "blit"})
-    rank = Rank(device)
-    rank.worker.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+    with pytest.raises(ValueError, match="copy_engine is 'blit'"):
+        Rank(device, "blit").register()
+
+
+def test_the_disk_backend_has_the_configuration_too(device, tmp_path):
+    options = {"kv_offload_backend": "disk", "disk_path": str(tmp_path / "kv")}
+    rank = Rank(device, "blit", disk_capacity_bytes=1 << 20, **options)
     with pytest.raises(ValueError, match="copy_engine is 'blit'"):
         rank.register()
+    assert rank.worker.cpu_kv_caches is None
+
+
+@both_engines
+def test_a_block_is_one_copy_a_layer_or_one_in_all(rank):
+    """One rectangle; or pages, which are adjacent on one side only."""
+    before = hipsim.stats().calls
+    rank.store([3, 4, 9], [0, 1, 7])
+    rank.ended_stores(1)
+    made = {
+        call: hipsim.stats().calls.get(call, 0) - before.get(call, 0)
+        for call in COPY_CALLS.values()
+    }
+    rectangles = rank.engine == "rect"
+    assert made == {
+        "hipMemcpy2DAsync": 3 if rectangles else 0,
+        "hipMemcpyBatchAsync": 0 if rectangles else 1,
+    }
+
+
+@both_engines
+def test_blocks_of_every_registered_piece_come_and_go(device, engine, monkeypatch):
+    """A copy across the end of a registration is refused here."""
+    monkeypatch.setattr(worker_module, "PIN_MEMORY", True)
+    monkeypatch.setattr(host_cache, "MAX_REGISTRATION_BYTES", 4096)
+    hipsim.configure(one_mapping_copies=True)
+    rank = Rank(device, engine).register()
+    assert hipsim.stats().registered_ranges == CPU_BLOCKS * BLOCK_BYTES // 4096 == 2
+    rank.gpu.random_(1, 200)
+    expected = rank.gpu.clone()
+    blocks = list(range(GPU_BLOCKS))
+    rank.store(blocks, [block + 2 for block in blocks])
+    assert rank.ended_stores(1) == ({0}, set())
+    rank.gpu.zero_()
+    rank.load(a=([block + 2 for block in blocks], blocks))
+    assert rank.finished_loads(1) == {"a"}
+    assert rank.worker.take_failed_loads() == set()
+    assert torch.equal(rank.gpu, expected)
+    rank.worker.shutdown()
+    assert hipsim.stats().registered_ranges == 0
+
+
+def test_the_pool_is_block_after_block(rank):
+    first, second = rank.worker.cpu_kv_caches.values()
+    assert second.data_ptr() - first.data_ptr() == PAGE
+    assert first.stride(0) == second.stride(0) == BLOCK_BYTES
 
 
 def test_the_pool_has_as_many_blocks_as_fit(rank):

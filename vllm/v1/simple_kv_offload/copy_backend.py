@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from vllm.logger import init_logger
 from vllm.v1.simple_kv_offload.copy_engine import CopyEngine, resolve_copy_engine
+from vllm.v1.simple_kv_offload.copy_errors import format_blocks
 from vllm.v1.simple_kv_offload.copy_thread import (
     SHUTDOWN_SECONDS,
     CopyThread,
@@ -21,8 +23,8 @@ from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     BatchMemcpyParams,
     build_params,
     copy_blocks,
-    describe_batch_copies,
-    format_blocks,
+    describe_copies,
+    suits_rectangles,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ class DmaCopyBackend:
         vllm_config: Where the user may have chosen a copy engine.
 
     Attributes:
-        copy_engine: How blocks are copied, a label of the metrics.
+        copy_engine: How blocks are copied, a label of the metrics: "rect" or
+            "batch", known from ``init`` on.
 
     Raises:
         ValueError: The chosen engine does not exist.
@@ -76,11 +79,18 @@ class DmaCopyBackend:
     """
 
     def __init__(self, vllm_config: VllmConfig | None = None) -> None:
-        self._asked_for, self._asked_by = resolve_copy_engine(vllm_config)
+        self._asked_for = resolve_copy_engine(vllm_config)
         self.copy_engine = CopyEngine.BATCH.value
         self._store: _Way | None = None
         self._load: _Way | None = None
         self._thread: CopyThread | None = None
+
+    def suits_rectangles(
+        self, gpu_caches: dict[str, torch.Tensor], num_cpu_blocks: int
+    ) -> bool:
+        """Should the CPU tier of so many blocks have them one after the other?"""
+        engine, _ = self._asked_for
+        return suits_rectangles(gpu_caches, num_cpu_blocks, engine)
 
     def init(
         self,
@@ -105,23 +115,17 @@ class DmaCopyBackend:
 
         """
         gpu_blocks, cpu_blocks = num_blocks(gpu_caches), num_blocks(cpu_caches)
-        self._store = _Way(
-            params_for("store", gpu_caches, cpu_caches, store_stream),
-            store_stream,
-            gpu_blocks,
-            cpu_blocks,
-        )
-        self._load = _Way(
-            params_for("load", gpu_caches, cpu_caches, load_stream),
-            load_stream,
-            cpu_blocks,
-            gpu_blocks,
-        )
-        logger.info(
-            "KV copy engine: batch (asked for: %s, by %s): %s",
-            self._asked_for.value,
-            self._asked_by,
-            describe_batch_copies(),
+        engine, _ = self._asked_for
+        store = params_for("store", gpu_caches, cpu_caches, store_stream, engine)
+        # One choice for both directions: the log and the metrics name one engine.
+        load = params_for("load", gpu_caches, cpu_caches, load_stream, store.engine)
+        self._store = _Way(store, store_stream, gpu_blocks, cpu_blocks)
+        self._load = _Way(load, load_stream, cpu_blocks, gpu_blocks)
+        self.copy_engine = store.engine.value
+        logger.log(
+            level_for(store, self._asked_for),
+            "KV copy engine: %s",
+            describe_engine(store, self._asked_for),
         )
         self._thread = CopyThread("kv-copy", device, keeps=(gpu_caches, cpu_caches))
         self._thread.start()
@@ -177,15 +181,38 @@ def params_for(
     gpu_caches: dict[str, torch.Tensor],
     host_caches: dict[str, torch.Tensor],
     stream: torch.cuda.Stream,
+    engine: CopyEngine,
 ) -> BatchMemcpyParams:
     """Prepare the copies of one direction, "load" or "store"; see ``build_params``."""
     if direction == "store":
         # The compute stream may have just written what a store reads.
         order = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        return build_params(gpu_caches, host_caches, stream, order, direction=direction)
+        return build_params(
+            gpu_caches, host_caches, stream, order, direction=direction, engine=engine
+        )
     # A load reads host memory that stays as it is until its blocks are freed.
     order = CU_MEMCPY_SRC_ACCESS_ORDER_ANY
-    return build_params(host_caches, gpu_caches, stream, order, direction=direction)
+    return build_params(
+        host_caches, gpu_caches, stream, order, direction=direction, engine=engine
+    )
+
+
+def describe_engine(
+    params: BatchMemcpyParams, asked_for: tuple[CopyEngine, str]
+) -> str:
+    """Say what copies, who asked for what, and why it is not that; for the log."""
+    word, by = asked_for
+    return (
+        f"{params.engine.value} (asked for: {word.value}, by {by}): "
+        f"{describe_copies(params)}"
+    )
+
+
+def level_for(params: BatchMemcpyParams, asked_for: tuple[CopyEngine, str]) -> int:
+    """Return the log level for the engine in use: a warning where RECT falls short."""
+    missed = bool(params.note) or params.engine is not CopyEngine.RECT
+    by_name = asked_for[0] is CopyEngine.RECT
+    return logging.WARNING if by_name and missed else logging.INFO
 
 
 def num_blocks(caches: dict[str, torch.Tensor]) -> int:

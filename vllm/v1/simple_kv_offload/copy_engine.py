@@ -24,11 +24,14 @@ MAX_COPIES_VARIABLE = "VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS"
 class CopyEngine(StrEnum):
     """How KV blocks are copied.
 
-    AUTO takes the fastest engine that the layout of the caches allows; BATCH
-    is one ``hipMemcpyBatchAsync`` or ``cuMemcpyBatchAsync`` for many pages.
+    AUTO takes the fastest engine that the layout of the caches allows. RECT is a
+    pitched copy, ``hipMemcpy2DAsync`` or ``cuMemcpy2DAsync``, for each block and
+    page size; BATCH is one ``hipMemcpyBatchAsync`` or ``cuMemcpyBatchAsync`` for
+    many pages.
     """
 
     AUTO = "auto"
+    RECT = "rect"
     BATCH = "batch"
 
 
@@ -126,7 +129,8 @@ def _parse(name: str, word: Any, remedy: str) -> CopyEngine:
     try:
         return CopyEngine(word)
     except ValueError:
-        allowed = " or ".join(repr(engine.value) for engine in CopyEngine)
+        *others, last = (repr(engine.value) for engine in CopyEngine)
+        allowed = f"{', '.join(others)} or {last}"
         raise ValueError(
             f"{name} is {word!r}, but no such copy engine exists: "
             f"set it to {allowed}, or {remedy} for the default, "

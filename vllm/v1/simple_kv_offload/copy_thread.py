@@ -345,6 +345,8 @@ class CopyThread:
         for stream in self._streams:
             drain(stream)
         self._streams.clear()
+        # The last ticket knows this thread, so only the collector would free them.
+        self._keeps = ()
         with self._lock:
             self._ended = True
             callbacks = self._at_end

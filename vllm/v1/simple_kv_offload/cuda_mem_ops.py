@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory registration and batch copies, through HIP or CUDA.
+"""Host memory registration and copies of KV blocks, through HIP or CUDA.
+
+Note [Rectangles]
+Where the regions of a block lie at one distance on both sides, one pitched copy
+moves them all: ``hipMemcpy2DAsync`` or ``cuMemcpy2DAsync``, which a copy engine
+makes whatever the release (see Note [Copy plans] for what is one, and Note
+[Choosing the copy engine]). A compiled module queues all of a transfer in one
+call, without Python's lock. Pages that are in no rectangle follow on the same
+stream as batches.
 
 Note [Batch copies]
 ``hipMemcpyBatchAsync`` and ``cuMemcpyBatchAsync`` take the same nine arguments,
@@ -13,13 +21,13 @@ differs between runtimes is decided once, by the HIP runtime's version:
 - copies a call: HIP faults on more than 8192 (descriptors overrun the kernel's
   argument buffer in HIP 7.14 and 7.15), so larger batches go in several calls.
 
-Copies come from the plan that ``build_params`` attaches (see Note [Copy
-plans]); parameters without a plan give one copy a page.
+Copies come from the plan that ``build_params`` attaches; parameters without a
+plan give one copy a page.
 """
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,13 +36,29 @@ from vllm.device_allocator.alloc_conf import expandable_segments_enabled
 from vllm.logger import init_logger
 from vllm.platforms import current_platform, hip_runtime
 from vllm.utils.system_utils import find_loaded_library
-from vllm.v1.simple_kv_offload.copy_engine import chosen_max_copies
+from vllm.v1.simple_kv_offload.copy_choice import CopyChoice, Mappings, choose_copies
+from vllm.v1.simple_kv_offload.copy_engine import CopyEngine, chosen_max_copies
+from vllm.v1.simple_kv_offload.copy_errors import (
+    BatchCopyError,
+    name_regions,
+    page_copy_at,
+    rectangle_at,
+    refused,
+)
 from vllm.v1.simple_kv_offload.copy_plan import (
+    CUDA_LIMITS,
+    SDMA_LIMITS,
     Addresses,
     CopyPlan,
-    CopySite,
     PageCopies,
+    PlanSample,
+    RectangleCopies,
     Region,
+)
+from vllm.v1.simple_kv_offload.host_cache import (
+    block_layout,
+    page_bytes,
+    registration_ends,
 )
 
 logger = init_logger(__name__)
@@ -50,6 +74,10 @@ HIP_MEMCPY_FLAG_EXT_PREFER_CE = 0x100
 _HIP_LIBRARY_NAMES = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
 _HIP_MAX_COPIES_PER_CALL = 8192
 _FAIL_INDEX_UNKNOWN = ctypes.c_size_t(-1).value
+_NO_RECTANGLES = np.empty((0, 8), dtype=np.uint64)
+
+# No process has memory here: for a layout without an address.
+_NOWHERE = 1 << 62
 
 
 class _CUmemLocation(ctypes.Structure):
@@ -74,32 +102,14 @@ _batch_memcpy: tuple[Any, int] | None = None
 _max_batch_descriptors: int | None = None
 
 
-class BatchCopyError(RuntimeError):
-    """The runtime refused a batch copy.
-
-    Attributes:
-        direction: What ``build_params`` was told: "load", "store" or "copy".
-        error: The number of the CUDA or HIP error.
-        error_name: Its name.
-        index: The copy that failed, counted over all calls that the batch took;
-            None when the runtime did not name one.
-        site: The region and blocks of that copy; None without an index.
-
-    """
-
-    direction: str
-    error: int
-    error_name: str
-    index: int | None
-    site: CopySite | None
-
-
 class BatchMemcpyParams(NamedTuple):
-    """What every batch between the same two sets of caches has in common.
+    """What every transfer between the same two sets of caches has in common.
 
     ``attrs`` is used where both ``num_attrs`` and the runtime allow it. With a
     plan, the plan alone says what is copied; without one, ``bpb`` is both the
-    stride and the size of a page.
+    stride and the size of a page. ``engine`` is the one in use, RECT or BATCH, and
+    ``note`` says why not RECT, or how much of a block RECT leaves over; ``sample`` is
+    what a block takes with RECT.
     """
 
     src_bases: Addresses  # [num_layers]
@@ -113,6 +123,9 @@ class BatchMemcpyParams(NamedTuple):
     stream_handle: int
     plan: CopyPlan | None = None
     direction: str = "copy"
+    engine: CopyEngine = CopyEngine.BATCH
+    note: str = ""
+    sample: PlanSample | None = None
 
 
 def pin_tensor(tensor: torch.Tensor) -> None:
@@ -135,8 +148,13 @@ def pin_tensor(tensor: torch.Tensor) -> None:
         )
 
 
-def unpin_tensor(tensor: torch.Tensor) -> None:
-    """Undo ``pin_tensor``. Nothing may be copying from or to the tensor."""
+def unpin_tensor(tensor: torch.Tensor) -> bool:
+    """Undo ``pin_tensor``. Nothing may be copying from or to the tensor.
+
+    Returns:
+        Whether it is undone; if not, the memory must not be freed.
+
+    """
     error = torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
     if error.value != 0:
         _forget_last_error()
@@ -146,6 +164,37 @@ def unpin_tensor(tensor: torch.Tensor) -> None:
             error.value,
             tensor.nbytes,
         )
+    return bool(error.value == 0)
+
+
+def suits_rectangles(
+    gpu_caches: dict[str, torch.Tensor],
+    num_host_blocks: int,
+    engine: CopyEngine = CopyEngine.AUTO,
+) -> bool:
+    """Would blocks go as rectangles to a host tier that has them one after another?
+
+    Args:
+        gpu_caches: Tensors of shape [blocks, ...] by region name.
+        num_host_blocks: Of the host tier, which need not exist yet.
+        engine: What to copy with.
+
+    """
+    offsets, block_bytes = block_layout(gpu_caches)
+    regions = [
+        Region(
+            name,
+            cache.data_ptr(),
+            _NOWHERE + offsets[name],
+            cache.stride(0) * cache.element_size(),
+            block_bytes,
+            page_bytes(cache),
+        )
+        for name, cache in gpu_caches.items()
+    ]
+    blocks = _num_blocks(gpu_caches), num_host_blocks
+    choice = _choose(engine, regions, blocks, gpu_caches.values())
+    return choice.engine is CopyEngine.RECT
 
 
 def build_params(
@@ -155,8 +204,9 @@ def build_params(
     src_access_order: int = CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
     *,
     direction: str = "copy",
+    engine: CopyEngine = CopyEngine.AUTO,
 ) -> BatchMemcpyParams:
-    """Prepare batches between caches of the same names.
+    """Prepare transfers between caches of the same names.
 
     Args:
         src_caches: Tensors of shape [blocks, ...] by region name; blocks of a
@@ -165,6 +215,7 @@ def build_params(
         stream: Where the copies are queued.
         src_access_order: When sources may be read, see the constants.
         direction: A word for error messages.
+        engine: What to copy with, see ``CopyEngine``.
 
     Raises:
         RuntimeError: The runtime has no batch copy.
@@ -176,7 +227,15 @@ def build_params(
         _batch_memcpy = _resolve_batch_memcpy()
 
     regions = _regions(src_caches, dst_caches)
-    plan = CopyPlan(regions, _mapping_ends(), merge=not _has_unknown_mappings())
+    choice = choose_copies(
+        engine,
+        regions,
+        _num_blocks(src_caches),
+        _num_blocks(dst_caches),
+        SDMA_LIMITS if current_platform.is_rocm() else CUDA_LIMITS,
+        _mappings([*src_caches.values(), *dst_caches.values()]),
+        "" if engine is CopyEngine.BATCH else _obstacle_to_rectangles(),
+    )
     return BatchMemcpyParams(
         src_bases=np.array([r.src_base for r in regions], dtype=np.uint64),
         dst_bases=np.array([r.dst_base for r in regions], dtype=np.uint64),
@@ -187,8 +246,27 @@ def build_params(
         num_attrs=_batch_memcpy[1],
         fail_idx=ctypes.c_size_t(_FAIL_INDEX_UNKNOWN),
         stream_handle=stream.cuda_stream,
-        plan=plan,
+        plan=choice.plan,
         direction=direction,
+        engine=choice.engine,
+        note=choice.note,
+        sample=choice.sample,
+    )
+
+
+def _choose(
+    engine: CopyEngine,
+    regions: Sequence[Region],
+    num_blocks: tuple[int, int],
+    caches: Iterable[torch.Tensor],
+) -> CopyChoice:
+    return choose_copies(
+        engine,
+        regions,
+        *num_blocks,
+        SDMA_LIMITS if current_platform.is_rocm() else CUDA_LIMITS,
+        _mappings(caches),
+        obstacle=_obstacle_to_rectangles(),
     )
 
 
@@ -199,17 +277,45 @@ def copy_blocks(
 ) -> None:
     """Queue the copy of block ``src_block_ids[i]`` to ``dst_block_ids[i]``.
 
-    Returns when the copies are queued. After an error those of earlier calls
-    of the same batch may still be under way: synchronize the stream before
-    their memory is used for anything else.
+    Returns when the copies are queued. After an error those that came before the
+    failed one may still be under way: synchronize the stream before their memory
+    is used for anything else.
 
     Raises:
-        BatchCopyError: The runtime refused a call.
+        BatchCopyError: The runtime refused a copy.
         ValueError: The two lists differ in length.
 
     """
     plan = params.plan or _page_by_page(params)
-    copies = plan.copies(src_block_ids, dst_block_ids)
+    rectangles, pages = plan.copies(src_block_ids, dst_block_ids)
+    _copy_rectangles(rectangles, params)
+    _copy_pages(pages, params)
+
+
+def _copy_rectangles(rectangles: RectangleCopies, params: BatchMemcpyParams) -> None:
+    if not len(rectangles):
+        return
+    failed = _submit_rectangles(rectangles, params)
+    if failed is not None:
+        index, error, call = failed
+        site = rectangles.locate(index)
+        what = rectangle_at(index, len(rectangles), site)
+        raise refused(
+            params.direction, call, error, _error_name(error), what, index, site
+        )
+
+
+def _submit_rectangles(
+    rectangles: RectangleCopies, params: BatchMemcpyParams
+) -> tuple[int, int, str] | None:
+    """Queue all; or return which one failed, its error and the call that said so."""
+    from vllm.v1.simple_kv_offload.pitched_copies import submit
+
+    failed: tuple[int, int, str] | None = submit(rectangles.table, params.stream_handle)
+    return failed
+
+
+def _copy_pages(copies: PageCopies, params: BatchMemcpyParams) -> None:
     total = len(copies)
     step = _resolve_max_batch_descriptors() or max(total, 1)
     for first in range(0, total, step):
@@ -218,6 +324,26 @@ def copy_blocks(
         if error != 0:
             _forget_last_error()
             raise _batch_copy_error(error, copies, first, count, params)
+
+
+def describe_copies(params: BatchMemcpyParams) -> str:
+    """Say how transfers with ``params`` are made, and why; for the log."""
+    batches = describe_batch_copies()
+    note = f"; {params.note}" if params.note else ""
+    if params.sample is None:
+        return f"{batches}{note}"
+    vendor = "hip" if current_platform.is_rocm() else "cu"
+    # A plan that has both is described by the less usual one.
+    dimensions = 3 if params.sample.three_dimensional else 2
+    return (
+        f"{vendor}Memcpy{dimensions}DAsync, "
+        f"{_count(params.sample.rectangles, 'rectangle')} and "
+        f"{_count(params.sample.pages, 'page')} a block{note}; for pages {batches}"
+    )
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:.3g} {what}{'s' * (number != 1)}"
 
 
 def describe_batch_copies() -> str:
@@ -288,56 +414,22 @@ def _submit(
 
 
 def _batch_copy_error(
-    code: int, copies: PageCopies, first: int, count: int, params: BatchMemcpyParams
+    error: int, copies: PageCopies, first: int, count: int, params: BatchMemcpyParams
 ) -> BatchCopyError:
-    name = _error_name(code)
-    function = (
-        "hipMemcpyBatchAsync" if current_platform.is_rocm() else "cuMemcpyBatchAsync"
-    )
+    call = "hipMemcpyBatchAsync" if current_platform.is_rocm() else "cuMemcpyBatchAsync"
     failed = params.fail_idx.value
     index = first + failed if failed < count else None
     site = None if index is None else copies.locate(index)
-    if site is None:
-        where = (
+    if index is None or site is None:
+        regions = params.plan.regions if params.plan else ()
+        what = (
             f"one of the copies {first} to {first + count - 1} of {len(copies)}, "
-            f"{_name_regions(params)} (the runtime did not say which)"
+            f"{name_regions([region.name for region in regions])} (the runtime did "
+            "not say which)"
         )
     else:
-        where = (
-            f"copy {index} of {len(copies)}, region {site.region.name!r}, "
-            f"blocks {format_blocks(site.src_blocks)} to "
-            f"{format_blocks(site.dst_blocks)}"
-        )
-    error = BatchCopyError(
-        f"KV {params.direction}: {function} returned {name} ({code}) for {where}"
-    )
-    error.direction = params.direction
-    error.error = code
-    error.error_name = name
-    error.index = index
-    error.site = site
-    return error
-
-
-def _name_regions(params: BatchMemcpyParams) -> str:
-    names = [repr(region.name) for region in params.plan.regions] if params.plan else []
-    if len(names) > 4:
-        return f"regions {names[0]} to {names[-1]} ({len(names)})"
-    return f"region{'s' * (len(names) != 1)} {', '.join(names) or 'without names'}"
-
-
-def format_blocks(ids: Sequence[int], most: int = 8) -> str:
-    """Return block ids as text: runs as ``3-7``, and no more than ``most`` parts."""
-    runs: list[list[int]] = []
-    for block in ids:
-        if runs and block == runs[-1][1] + 1:
-            runs[-1][1] = block
-        else:
-            runs.append([block, block])
-    parts = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:most]]
-    if len(runs) > most:
-        parts.append(f"... ({len(ids)} blocks)")
-    return ", ".join(parts)
+        what = page_copy_at(index, len(copies), site)
+    return refused(params.direction, call, error, _error_name(error), what, index, site)
 
 
 def _error_name(code: int) -> str:
@@ -378,10 +470,10 @@ def _regions(
     regions = []
     for name, src in src_caches.items():
         dst = dst_caches[name]
-        if _page_bytes(src) != _page_bytes(dst):
+        if page_bytes(src) != page_bytes(dst):
             raise ValueError(
-                f"KV cache region {name!r} has blocks of {_page_bytes(src)} bytes at "
-                f"the source and of {_page_bytes(dst)} at the destination"
+                f"KV cache region {name!r} has blocks of {page_bytes(src)} bytes at "
+                f"the source and of {page_bytes(dst)} at the destination"
             )
         regions.append(
             Region(
@@ -390,16 +482,14 @@ def _regions(
                 dst.data_ptr(),
                 src.stride(0) * src.element_size(),
                 dst.stride(0) * dst.element_size(),
-                _page_bytes(src),
+                page_bytes(src),
             )
         )
     return regions
 
 
-def _page_bytes(cache: torch.Tensor) -> int:
-    """Bytes from a block's first element to its last one's end."""
-    inner = zip(cache.shape[1:], cache.stride()[1:], strict=True)
-    return (1 + sum((n - 1) * s for n, s in inner)) * cache.element_size()
+def _num_blocks(caches: dict[str, torch.Tensor]) -> int:
+    return min((cache.shape[0] for cache in caches.values()), default=0)
 
 
 def _page_by_page(params: BatchMemcpyParams) -> CopyPlan:
@@ -424,14 +514,28 @@ def _cumem_handles() -> list[Any]:
     return [data.handle for data in allocator.pointer_to_data.values()]
 
 
-def _mapping_ends() -> Addresses:
-    """Addresses at which a chunk of the sleep mode allocator's memory ends."""
-    ends: list[int] = []
+def _mappings(caches: Iterable[torch.Tensor]) -> Mappings:
+    """Where memory begins and ends in and around the caches.
+
+    Caches of two allocations may lie at one distance by accident. HIP checks a copy
+    against one of them, and CUDA refuses one that reaches from one registration of
+    host memory into another.
+    """
+    edges = set(registration_ends())
+    for storage in (cache.untyped_storage() for cache in caches):
+        edges |= {storage.data_ptr(), storage.data_ptr() + storage.nbytes()}
+    ends, sizes = [], [0]
     for _device, _size, address, chunks in _cumem_handles():
         for _handle, chunk_bytes in chunks:
             address += chunk_bytes
             ends.append(address)
-    return np.array(ends, dtype=np.uint64)
+            sizes.append(chunk_bytes)
+    return Mappings(
+        chunk_ends=np.array(ends, dtype=np.uint64),
+        chunk_bytes=max(sizes),
+        edges=np.array(sorted(edges), dtype=np.uint64),
+        are_known=not _has_unknown_mappings(),
+    )
 
 
 def _has_unknown_mappings() -> bool:
@@ -443,6 +547,23 @@ def _has_unknown_mappings() -> bool:
     if not current_platform.is_rocm() or _cumem_handles():
         return False
     return bool(expandable_segments_enabled())
+
+
+def _obstacle_to_rectangles() -> str:
+    """Say why this process cannot make pitched copies; nothing if it can."""
+    try:
+        from vllm.v1.simple_kv_offload.pitched_copies import submit
+
+        # Looks the driver up, and what it needs of it, and makes no copy.
+        submit(_NO_RECTANGLES, 0)
+    except ImportError as error:
+        return (
+            f"the compiled module of pitched copies cannot be loaded ({error}): run "
+            "`vllm-rocm-memory apply` in this environment"
+        )
+    except RuntimeError as error:
+        return f"pitched copies find no driver that has them: {error}"
+    return ""
 
 
 def _resolve_max_batch_descriptors() -> int:

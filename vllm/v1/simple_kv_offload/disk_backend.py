@@ -4,7 +4,8 @@
 Note [Staged copies]
 Neither a device nor the disk reaches the other, so each block passes through a
 *staging slot*, pinned host memory in which it looks as it does in the file: the
-pages of all regions, one after the other. One read or write moves it, however
+pages of all regions, one after the other, in the order in which the host tier has
+them, so that they are rectangles here too. One read or write moves a block, however
 many regions there are and whatever their alignment.
 
 The disk works on one slot while the device works on the next. What keeps them
@@ -31,16 +32,19 @@ from collections import deque
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.logger import init_logger
 from vllm.v1.simple_kv_offload.copy_backend import (
     BlockCopy,
     check_block_ids,
+    describe_engine,
+    level_for,
     num_blocks,
     params_for,
 )
+from vllm.v1.simple_kv_offload.copy_engine import CopyEngine, resolve_copy_engine
 from vllm.v1.simple_kv_offload.copy_thread import (
     SHUTDOWN_SECONDS,
     CopyThread,
@@ -49,10 +53,13 @@ from vllm.v1.simple_kv_offload.copy_thread import (
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     BatchMemcpyParams,
     copy_blocks,
-    describe_batch_copies,
     pin_tensor,
     unpin_tensor,
 )
+from vllm.v1.simple_kv_offload.host_cache import block_layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
@@ -166,11 +173,13 @@ class _Staging:
             for number in range(num_slots)
         ]
         self._memory = torch.frombuffer(memory, dtype=torch.uint8).view(-1, stride)
-        self.caches: dict[str, torch.Tensor] = {}
-        start = 0
-        for name, page in pages.items():
-            self.caches[name] = self._memory[:, start : start + page]
-            start += page
+        offsets = block_layout(gpu_caches).offsets
+        slices, start = {}, 0
+        # The file has no room for what the host tier puts between pages.
+        for name in sorted(pages, key=offsets.__getitem__):
+            slices[name] = self._memory[:, start : start + pages[name]]
+            start += pages[name]
+        self.caches = {name: slices[name] for name in pages}
         try:
             pin_tensor(self._memory)
         except RuntimeError as error:
@@ -322,12 +331,20 @@ class _Way(NamedTuple):
 class DiskBackend:
     """Loads and stores KV blocks from and to a file, without the caller waiting.
 
+    Args:
+        vllm_config: Where the user may have chosen a copy engine, for the way between
+            the device and the staging slots.
+
     Attributes:
         copy_engine: How blocks are copied, a label of the metrics.
 
+    Raises:
+        ValueError: The chosen engine does not exist.
+
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_config: VllmConfig | None = None) -> None:
+        self._asked_for = resolve_copy_engine(vllm_config)
         self.copy_engine = "disk"
         self._file: _SlotFile | None = None
         self._store_way: _Way | None = None
@@ -386,7 +403,11 @@ class DiskBackend:
             undo.callback(file.close)
 
             def make_way(
-                direction: str, stream: torch.cuda.Stream, src: int, dst: int
+                direction: str,
+                stream: torch.cuda.Stream,
+                src: int,
+                dst: int,
+                engine: CopyEngine,
             ) -> _Way:
                 staging = _Staging(gpu_caches, num_buffer_slots, total_block_bytes)
                 undo.callback(staging.release)
@@ -395,13 +416,18 @@ class DiskBackend:
                     _named_for_staging(gpu_caches),
                     _named_for_staging(staging.caches),
                     stream,
+                    engine,
                 )
                 thread = CopyThread(f"kv-disk-{direction}", device, keeps=(gpu_caches,))
                 return _Way(thread, stream, params, staging.slots, src, dst)
 
-            store = make_way("store", store_stream, gpu_blocks, num_disk_slots)
-            load = make_way("load", load_stream, num_disk_slots, gpu_blocks)
-            logger.info(
+            engine, _ = self._asked_for
+            store = make_way("store", store_stream, gpu_blocks, num_disk_slots, engine)
+            # One choice for both directions: the log names one engine.
+            engine = store.params.engine
+            load = make_way("load", load_stream, num_disk_slots, gpu_blocks, engine)
+            logger.log(
+                level_for(store.params, self._asked_for),
                 "KV copy engine: disk: %s, %d slots of %d bytes (%.2f GiB), %s, by way "
                 "of %d staging slots in each direction and %s",
                 disk_path,
@@ -410,7 +436,7 @@ class DiskBackend:
                 num_disk_slots * total_block_bytes / 2**30,
                 "page cache" if use_page_cache else "O_DIRECT",
                 num_buffer_slots,
-                describe_batch_copies(),
+                describe_engine(store.params, self._asked_for),
             )
             for way in (store, load):
                 undo.callback(_end, way.thread)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Callable
 from functools import cached_property
@@ -16,8 +15,8 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.simple_kv_offload.copy_backend import BlockCopy, DmaCopyBackend
 from vllm.v1.simple_kv_offload.copy_metrics import CopyCounters
 from vllm.v1.simple_kv_offload.copy_thread import CopyTicket
-from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor, unpin_tensor
 from vllm.v1.simple_kv_offload.disk_backend import DiskBackend
+from vllm.v1.simple_kv_offload.host_cache import allocate_host_cache
 from vllm.v1.simple_kv_offload.kv_regions import block_regions
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.metrics import SimpleCPUOffloadStats
@@ -108,7 +107,8 @@ class SimpleCPUOffloadWorker:
 
         Raises:
             OSError: The pool's file cannot be made.
-            RuntimeError: Host memory cannot be registered, or nothing can copy.
+            RuntimeError: Host memory cannot be had or registered, nothing can copy,
+                or caches are registered already.
             ValueError: The caches are not where the config says, or
                 ``num_cpu_blocks`` does not fit.
 
@@ -117,6 +117,12 @@ class SimpleCPUOffloadWorker:
             logger.warning("No KV caches to offload.")
             return
         assert self.kv_cache_config is not None
+        if self._backend is not None:
+            # The scheduler counts on the blocks that the pool has.
+            raise RuntimeError(
+                "This worker's KV caches are registered already, with a pool of "
+                f"{self.num_cpu_blocks} blocks: make another worker for others."
+            )
         regions = block_regions(kv_caches, self.kv_cache_config)
         device = next(iter(regions.values())).device
         self._block_bytes = sum(region.shape[1] for region in regions.values())
@@ -167,18 +173,18 @@ class SimpleCPUOffloadWorker:
             logger.warning(
                 "Host memory cannot be pinned here: KV offload will be slow."
             )
-        caches = {}
-        with contextlib.ExitStack() as pinned:
-            for name, region in regions.items():
-                shape = (self.num_cpu_blocks, *region.shape[1:])
-                # Torch's own pinned memory comes in powers of two.
-                cache = torch.zeros(shape, dtype=region.dtype, device="cpu")
-                if PIN_MEMORY:
-                    pin_tensor(cache)
-                    pinned.callback(unpin_tensor, cache)
-                caches[name] = cache
+        caches = allocate_host_cache(
+            regions,
+            self.num_cpu_blocks,
+            PIN_MEMORY,
+            block_after_block=backend.suits_rectangles(regions, self.num_cpu_blocks),
+        )
+        try:
             backend.init(regions, caches, device, self.load_stream, self.store_stream)
-            backend.at_end(pinned.pop_all().close)
+        except BaseException:
+            # The traceback holds the dictionary, but nothing of what was in it.
+            caches.clear()
+            raise
         self.cpu_kv_caches = caches
         return backend
 
@@ -187,7 +193,7 @@ class SimpleCPUOffloadWorker:
     ) -> DiskBackend:
         assert self.disk_path is not None
         assert self.load_stream is not None and self.store_stream is not None
-        backend = DiskBackend()
+        backend = DiskBackend(self.vllm_config)
         backend.init(
             regions,
             device,
@@ -339,12 +345,18 @@ class SimpleCPUOffloadWorker:
             store.ticket.wait()
 
     def shutdown(self) -> None:
-        """End all copies within five seconds, and unregister the host memory.
+        """End all copies within five seconds, and let go of the host memory.
 
-        What a copy that does not end is using stays as it is until it has ended.
+        It is unregistered and freed with its last tensor. What a copy that does not
+        end is using stays as it is until it has ended.
         """
-        if self._backend is not None:
-            self._backend.shutdown()
+        if self._backend is None:
+            return
+        self._backend.shutdown()
+        caches, self.cpu_kv_caches = self.cpu_kv_caches, None
+        if caches is not None and isinstance(self._backend, DmaCopyBackend):
+            # The backend's own references are to the same dictionary.
+            self._backend.at_end(caches.clear)
 
 
 def _compute_done() -> torch.Event:
