@@ -3,14 +3,11 @@
 
 import os
 import platform
-import subprocess
-import sys
 
 import bootstrap
 import pytest
 
-FILES = ("engine-torch.txt", "engine.txt", "dev.txt")
-NEWER = ("3.12", "3.13", "3.14")
+from .conftest import FILES, NEWER
 
 
 def test_pins_are_exact_and_agree():
@@ -35,30 +32,9 @@ def test_a_pin_may_be_for_one_kind_of_machine(monkeypatch, tmp_path):
         bootstrap.pins("some.txt")
 
 
-@pytest.fixture(scope="module")
-def resolutions(tmp_path_factory) -> dict[str, subprocess.Popen[str]]:
-    """pip's word on every pin for each newer Python; nothing is installed."""
-    target = tmp_path_factory.mktemp("nothing")
-    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
-    wheels = ["--no-deps", "--only-binary=:all:", "--target", str(target)]
-    files = [f"--requirement={bootstrap.REQUIREMENTS / file}" for file in FILES]
-    running = {
-        version: subprocess.Popen(
-            [*pip, *wheels, "--quiet", "--python-version", version, *files],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for version in NEWER
-    }
-    yield running
-    for process in running.values():
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.parametrize("version", NEWER)
 def test_pins_resolve_on_newer_pythons(resolutions, version):
+    """By pip's word on every pin; nothing is installed."""
     output, _ = resolutions[version].communicate(timeout=240)
     if "NewConnectionError" in output and not os.environ.get("CI"):
         pytest.skip("no package index is in reach")
