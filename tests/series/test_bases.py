@@ -176,6 +176,7 @@ def test_killed_at_any_operation(base, ours, faults, snapshot, tmp_path):
 
 
 @pytest.mark.usefixtures("unverified")
+@pytest.mark.parametrize("base", ["0.33.0"], indirect=True)
 def test_git_am_on_the_source_distribution(
     base, ours, upstream_tree, tmp_path, snapshot
 ):

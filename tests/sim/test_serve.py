@@ -193,36 +193,25 @@ def test_a_reader_that_ends_does_not_block_the_server():
     assert process.wait(30) == 0
 
 
-@pytest.mark.parametrize(
-    ("variables", "extra", "name"),
-    [
-        (
-            {},
-            {"copy_engine": "warp"},
-            "kv_connector_extra_config.copy_engine",
-        ),
-        (
-            {"VLLM_KV_OFFLOAD_COPY_ENGINE": "warp"},
-            {},
-            "VLLM_KV_OFFLOAD_COPY_ENGINE",
-        ),
-    ],
-    ids=["option", "variable"],
-)
-def test_a_wrong_copy_engine_is_refused_with_the_allowed_ones(
-    start, variables, extra, name
-):
-    transfer = {
-        "kv_connector": "SimpleCPUOffloadConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
+def test_a_wrong_copy_engine_is_refused_with_the_allowed_ones(start):
+    def started(extra: dict[str, str], **variables: str):
+        transfer = {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+        return start("--kv-transfer-config", json.dumps(transfer), **variables)
+
+    servers = {
+        "kv_connector_extra_config.copy_engine": started({"copy_engine": "warp"}),
+        "VLLM_KV_OFFLOAD_COPY_ENGINE": started({}, VLLM_KV_OFFLOAD_COPY_ENGINE="warp"),
     }
-    server = start("--kv-transfer-config", json.dumps(transfer), **variables)
-    assert server.process.wait(READY_SECONDS) == 1
-    server.close()
-    assert f"{name} is 'warp'" in server.output
-    assert "'auto', 'rect' or 'batch'" in server.output
-    assert "ended by itself (exit code 2)" in server.output
+    for name, server in servers.items():
+        assert server.process.wait(READY_SECONDS) == 1
+        server.close()
+        assert f"{name} is 'warp'" in server.output
+        assert "'auto', 'rect' or 'batch'" in server.output
+        assert "ended by itself (exit code 2)" in server.output
 
 
 def test_an_unknown_profile_is_refused_with_the_allowed_ones(start):
