@@ -24,6 +24,7 @@ from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     build_params,
     copy_blocks,
     describe_copies,
+    num_blocks,
     suits_rectangles,
 )
 
@@ -213,11 +214,6 @@ def level_for(params: BatchMemcpyParams, asked_for: tuple[CopyEngine, str]) -> i
     missed = bool(params.note) or params.engine is not CopyEngine.RECT
     by_name = asked_for[0] is CopyEngine.RECT
     return logging.WARNING if by_name and missed else logging.INFO
-
-
-def num_blocks(caches: dict[str, torch.Tensor]) -> int:
-    """Return how many blocks all regions have."""
-    return min((cache.shape[0] for cache in caches.values()), default=0)
 
 
 def check_block_ids(side: str, ids: Sequence[int], count: int) -> None:

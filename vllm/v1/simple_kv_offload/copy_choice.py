@@ -95,8 +95,8 @@ def choose_copies(
     def plan(cuts: Addresses, limits: PitchedLimits | None) -> CopyPlan:
         return CopyPlan(regions, cuts, merge=mappings.are_known, limits=limits)
 
-    def sample(cuts: Addresses, limits: PitchedLimits) -> PlanSample:
-        return plan(cuts, limits).sample(num_src_blocks, num_dst_blocks)
+    def sample(plan: CopyPlan) -> PlanSample:
+        return plan.sample(num_src_blocks, num_dst_blocks)
 
     pages = plan(cuts, None)
     if asked_for is CopyEngine.BATCH or not regions:
@@ -106,22 +106,23 @@ def choose_copies(
     if obstacle:
         return CopyChoice(CopyEngine.BATCH, pages, obstacle)
 
-    found = sample(cuts, limits)
+    rectangles = plan(cuts, limits)
+    found = sample(rectangles)
     pays = found.share >= _MOSTLY and found.joined >= _LEAST_PAGES * found.rectangles
     wanted = asked_for is CopyEngine.RECT and found.share > 0
     note = ""
     if found.share < 1 or not (pays or wanted):
-        uncut = sample(mappings.edges, limits)
+        uncut = sample(plan(mappings.edges, limits))
         if len(regions) == 1:
             note = "a block is one contiguous page, so there is nothing to join"
         elif mappings.chunk_bytes and _is_better(uncut, found):
             note = _cut_by_chunks(found, mappings.chunk_bytes)
-        elif _is_better(sample(mappings.edges, CUDA_LIMITS), uncut):
+        elif _is_better(sample(plan(mappings.edges, CUDA_LIMITS)), uncut):
             note = _beyond_packets(found)
         else:
             note = _irregular(found)
     if pays or wanted:
-        return CopyChoice(CopyEngine.RECT, plan(cuts, limits), note, found)
+        return CopyChoice(CopyEngine.RECT, rectangles, note, found)
     return CopyChoice(CopyEngine.BATCH, pages, note)
 
 

@@ -192,7 +192,7 @@ def suits_rectangles(
         )
         for name, cache in gpu_caches.items()
     ]
-    blocks = _num_blocks(gpu_caches), num_host_blocks
+    blocks = num_blocks(gpu_caches), num_host_blocks
     choice = _choose(engine, regions, blocks, gpu_caches.values())
     return choice.engine is CopyEngine.RECT
 
@@ -230,8 +230,8 @@ def build_params(
     choice = choose_copies(
         engine,
         regions,
-        _num_blocks(src_caches),
-        _num_blocks(dst_caches),
+        num_blocks(src_caches),
+        num_blocks(dst_caches),
         SDMA_LIMITS if current_platform.is_rocm() else CUDA_LIMITS,
         _mappings([*src_caches.values(), *dst_caches.values()]),
         "" if engine is CopyEngine.BATCH else _obstacle_to_rectangles(),
@@ -257,13 +257,13 @@ def build_params(
 def _choose(
     engine: CopyEngine,
     regions: Sequence[Region],
-    num_blocks: tuple[int, int],
+    blocks: tuple[int, int],
     caches: Iterable[torch.Tensor],
 ) -> CopyChoice:
     return choose_copies(
         engine,
         regions,
-        *num_blocks,
+        *blocks,
         SDMA_LIMITS if current_platform.is_rocm() else CUDA_LIMITS,
         _mappings(caches),
         obstacle=_obstacle_to_rectangles(),
@@ -488,7 +488,8 @@ def _regions(
     return regions
 
 
-def _num_blocks(caches: dict[str, torch.Tensor]) -> int:
+def num_blocks(caches: dict[str, torch.Tensor]) -> int:
+    """Return how many blocks all regions have."""
     return min((cache.shape[0] for cache in caches.values()), default=0)
 
 

@@ -41,7 +41,6 @@ from vllm.v1.simple_kv_offload.copy_backend import (
     check_block_ids,
     describe_engine,
     level_for,
-    num_blocks,
     params_for,
 )
 from vllm.v1.simple_kv_offload.copy_engine import CopyEngine, resolve_copy_engine
@@ -53,6 +52,7 @@ from vllm.v1.simple_kv_offload.copy_thread import (
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     BatchMemcpyParams,
     copy_blocks,
+    num_blocks,
     pin_tensor,
     unpin_tensor,
 )
