@@ -19,11 +19,16 @@ ROOT = Path(__file__).parents[2]
 DEADLINE = 60  # seconds, for whatever a process is waited for
 PAGE = 4096
 
-# What test_engine.py builds, in which the compiler takes most of a minute.
+# What test_native_threads.py of the device allocator, test_contract.py and
+# test_engine.py build, minutes of the compiler's; in the order in which they run.
 BUILD = """
-import native_tests
-for sanitizer in native_tests.SANITIZERS:
-    native_tests.build(sanitizer, ("hipsim_engine_test", "hipsim_fuzz_replay"))
+import contract_programs, native_tests
+def build(*programs):
+    for sanitizer in native_tests.SANITIZERS:
+        native_tests.build(sanitizer, programs)
+build(native_tests.HOST_MEMORY)
+contract_programs.build()
+build("hipsim_engine_test", "hipsim_fuzz_replay")
 """
 
 
@@ -34,12 +39,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     files = {item.path.name for item in session.items}
     alone = {item.path.parent.name for item in session.items} == {"hipsim"}
-    if session.config.option.collectonly or alone or "test_engine.py" not in files:
+    wanted = {"test_native_threads.py", "test_contract.py", "test_engine.py"}
+    if session.config.option.collectonly or alone or not wanted <= files:
         return
+    folders = [str(ROOT / "tools"), str(Path(__file__).parent)]
     build = subprocess.Popen(
         ["nice", sys.executable, "-c", BUILD],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

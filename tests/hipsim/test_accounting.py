@@ -32,6 +32,7 @@ DONE = {
     "ipc_failed_imports",
     "calls",
     "copies",
+    "host_copies",
 }
 """Counters that only go up."""
 
@@ -49,7 +50,7 @@ def live() -> dict[str, int]:
 
 
 def done() -> dict[str, int]:
-    return counters(DONE - {"calls", "copies"})
+    return counters(DONE - {"calls", "copies", "host_copies"})
 
 
 # --- what is live ------------------------------------------------------------------
@@ -377,6 +378,34 @@ def test_accounts_are_by_call_engine_and_direction(gpu: Any) -> None:
     gpu.call("hipMemcpy", pageable.ctypes.data, device, small, 2)
     assert moved() == {("sdma", "h2d"): (1, large), ("blit", "d2h"): (1, small)}
     assert done() == {"staged_copies": 2, "staged_bytes": small + large}
+
+
+def test_copies_are_counted_by_the_hosts_memory(gpu: Any) -> None:
+    """Which tells a ring of the driver's memory from what is registered."""
+    device, pinned, pageable = gpu.malloc(PAGE), gpu.pinned(PAGE), gpu.pageable(PAGE)
+    allocated = gpu.make("hipHostMalloc", PAGE, 0)
+    gpu.defer("hipHostFree", allocated)
+    memories = {
+        "pageable": pageable.ctypes.data,
+        "registered": pinned.ctypes.data,
+        "allocated": allocated,
+    }
+    assert {name for name, _ in hipsim.stats().host_copies} == set(memories)
+    assert {way for _, way in hipsim.stats().host_copies} == {"h2d", "d2h"}
+    for copies, (name, address) in enumerate(memories.items(), 1):
+        for _ in range(copies):
+            gpu.call("hipMemcpyAsync", device, address, PAGE, 4, None)
+        gpu.call("hipMemcpy2D", address, 128, device, 128, 64, 4, 4)
+        gpu.call("hipDeviceSynchronize")
+        found = hipsim.stats().host_copies
+        assert found[name, "h2d"] == (copies, copies * PAGE)
+        assert found[name, "d2h"] == (1, 256)
+    # Within a side there is no host's memory to tell apart.
+    before = dict(hipsim.stats().host_copies)
+    gpu.call("hipMemcpy", pinned.ctypes.data, allocated, 64, 4)
+    gpu.call("hipMemcpy", device, device + 64, 64, 4)
+    gpu.call("hipDeviceSynchronize")
+    assert hipsim.stats().host_copies == before
 
 
 class Plane(NamedTuple):

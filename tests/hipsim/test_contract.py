@@ -7,7 +7,6 @@ The statements are C++ in `contract/`, so that the same programs run on a real r
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,11 +17,10 @@ import pytest
 
 from vllm_rocm_memory.sim import cudasim, hipsim
 
+from .contract_programs import BUILD, DEADLINE_S, SOURCES, build
+
 ROOT = Path(__file__).parents[2]
-SOURCES = Path(__file__).with_name("contract")
-BUILD = ROOT / "build" / "contract"
 BRIDGE = ROOT / "csrc" / "hipsim" / "bridge"
-DEADLINE_S = 240
 
 Done = subprocess.CompletedProcess[str]
 
@@ -80,22 +78,7 @@ def output_of(*command: str | Path) -> str:
 @pytest.fixture(scope="session")
 def programs() -> Mapping[Vendor, Path]:
     """Each vendor's, linked against its simulator."""
-    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    libraries = [
-        f"-D{vendor.name}_LIBRARY={vendor.simulator.library_path()}"
-        for vendor in VENDORS
-    ]
-    configure = ["cmake", "-S", str(SOURCES), "-B", str(BUILD), "-G", "Ninja"]
-    make = ["cmake", "--build", str(BUILD), "-j2"]
-    for command in ([*configure, *libraries], make):
-        done = subprocess.run(
-            command,
-            env={**os.environ, "PATH": tools},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    build()
     return {vendor: BUILD / vendor.program for vendor in VENDORS}
 
 

@@ -153,6 +153,9 @@ def make_calls(gpu: Any) -> dict[str, Callable[[], int]]:
         "hipDeviceGetAttribute": plain(
             "hipDeviceGetAttribute", out(ctypes.c_int), 2, 0
         ),
+        "hipDeviceGetPCIBusId": plain(
+            "hipDeviceGetPCIBusId", ctypes.create_string_buffer(13), 13, 0
+        ),
         "hipDeviceGetStreamPriorityRange": plain(
             "hipDeviceGetStreamPriorityRange", out(ctypes.c_int), None
         ),

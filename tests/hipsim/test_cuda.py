@@ -6,6 +6,7 @@ What each function does is a case of the contract (`contract/cuda`).
 
 import ctypes
 import re
+import resource
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -341,6 +342,68 @@ def test_registrations_may_have_a_limit_and_copies_stay_in_one(driver: Driver) -
     for address in (begin, begin + 4096):
         driver.call("cuMemHostUnregister", address)
     driver.call("cuMemFree_v2", device)
+
+
+def test_locked_memory_may_have_a_limit(driver: Driver) -> None:
+    size = 2 * 4096
+    host = np.zeros(size, np.uint8)
+
+    def locked() -> tuple[int, int]:
+        registered = driver.lib.cuMemHostRegister_v2(host.ctypes.data, size, 1)
+        pointer = ctypes.c_void_p()
+        allocated = driver.lib.cuMemHostAlloc(ctypes.byref(pointer), size, 1)
+        live = cudasim.stats()
+        assert live.registered_bytes == (0 if registered else size)
+        assert live.host_allocation_bytes == (0 if allocated else size)
+        if registered == 0:
+            driver.call("cuMemHostUnregister", host.ctypes.data)
+        if allocated == 0:
+            driver.call("cuMemFreeHost", pointer)
+        return registered, allocated
+
+    assert locked() == (0, 0)
+    cudasim.configure(max_locked_bytes=2 * size)
+    assert locked() == (0, 0)
+    cudasim.configure(max_locked_bytes=2 * size - 1)
+    assert locked() == (0, 2)
+    cudasim.configure(max_locked_bytes=size - 1)
+    assert locked() == (2, 2)
+    cudasim.configure(max_locked_bytes=0, locked_memory="rlimit")
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    try:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (size, hard))
+        assert locked() == (0, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+def test_copies_run_over_reservations_unless_they_may_not(driver: Driver) -> None:
+    location = cudasim.MemLocation(cudasim.LOCATION_DEVICE, 0)
+    properties = cudasim.MemAllocationProp(cudasim.ALLOCATION_PINNED, 0, location)
+    access = cudasim.MemAccessDesc(location, cudasim.ACCESS_READ_WRITE)
+    first = driver.make("cuMemAddressReserve", PIECE, 0, 0, 0)
+    second = driver.make("cuMemAddressReserve", PIECE, 0, first + PIECE, 0)
+    assert second == first + PIECE
+    handles = []
+    for address in (first, second):
+        handles.append(driver.make("cuMemCreate", PIECE, ctypes.byref(properties), 0))
+        driver.call("cuMemMap", address, PIECE, 0, handles[-1], 0)
+        driver.call("cuMemSetAccess", address, PIECE, ctypes.byref(access), 1)
+    data = np.random.default_rng(1).integers(0, 256, 4096, np.uint8)
+    middle = second - data.size // 2
+    driver.write(middle, data)
+    assert np.array_equal(driver.read(middle, data.size), data)
+    cudasim.configure(one_mapping_copies=True)
+    with pytest.raises(cudasim.CudaError, match="INVALID_VALUE"):
+        driver.write(middle, data)
+    with pytest.raises(cudasim.CudaError, match="INVALID_VALUE"):
+        driver.read(middle, data.size)
+    cudasim.configure(one_mapping_copies=False)
+    assert np.array_equal(driver.read(middle, data.size), data)
+    for address, handle in zip((first, second), handles, strict=True):
+        driver.call("cuMemUnmap", address, PIECE)
+        driver.call("cuMemRelease", handle)
+        driver.call("cuMemAddressFree", address, PIECE)
 
 
 IPC = """

@@ -348,7 +348,7 @@ def test_addresses_name_their_memory(gpu: Any) -> None:
 
 def test_attributes_of_a_device(gpu: Any) -> None:
     value = ctypes.c_int()
-    for attribute, expected in ((67, 3), (89, 1), (85, 1), (16, 0)):
+    for attribute, expected in ((67, 0x65), (89, 1), (85, 1), (16, 0)):
         gpu.call("hipDeviceGetAttribute", ctypes.byref(value), attribute, 3)
         assert value.value == expected
     ask = gpu.lib.hipDeviceGetAttribute

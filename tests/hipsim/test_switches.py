@@ -3,6 +3,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ SWITCHES: dict[str, tuple[list[Any], list[Any]]] = {
     "one_mapping_copies": ([True, False], []),
     "ignore_address_hints": ([True, False], []),
     "max_registration_bytes": ([0, 1, 2**63 - 1], [-1, 2**63]),
+    "max_locked_bytes": ([0, 1, 2**63 - 1], [-1, 2**63]),
+    "locked_memory": (["rlimit", "unlimited"], ["limited", "", 1]),
     "host_reads": (["fault", "allow"], ["deny", "", 1]),
     "stale_memory": (["clean", "as_left", "poisoned"], ["dirty", "", 2]),
 }
@@ -66,6 +69,9 @@ def test_values_are_taken_or_refused(gpu: Any, name: str) -> None:
         (b"copy_latency_us", -1),
         (b"fill_latency_us", -(2**63)),
         (b"max_registration_bytes", -1),
+        (b"max_locked_bytes", -1),
+        (b"locked_memory", 2),
+        (b"locked_memory", -1),
         (b"stale_memory", 3),
         (b"stale_memory", -1),
     ],
@@ -338,6 +344,82 @@ def test_registrations_may_have_a_limit(gpu: Any, back: Callable[..., None]) -> 
     gpu.defer("hipHostFree", gpu.make("hipHostMalloc", 4 * PAGE, 0))
     back(max_registration_bytes=0)
     assert register(4 * PAGE) == 0
+
+
+def locked(gpu: Any, host: int, size: int) -> tuple[int, int]:
+    """What a registration of the size and an allocation of it return."""
+    registered: int = gpu.lib.hipHostRegister(host, size, 0)
+    if registered == 0:
+        gpu.call("hipHostUnregister", host)
+    pointer = ctypes.c_void_p()
+    allocated: int = gpu.lib.hipHostMalloc(ctypes.byref(pointer), size, 0)
+    if allocated == 0:
+        gpu.call("hipHostFree", pointer)
+    return registered, allocated
+
+
+def test_locked_memory_may_have_a_limit(gpu: Any, back: Callable[..., None]) -> None:
+    host = gpu.pageable(5 * PAGE).ctypes.data
+    kept, registered = gpu.make("hipHostMalloc", PAGE, 0), host + 4 * PAGE
+    gpu.call("hipHostRegister", registered, PAGE, 0)
+    hipsim.configure(max_locked_bytes=4 * PAGE)
+    assert locked(gpu, host, 2 * PAGE) == (0, 0)
+    assert locked(gpu, host, 2 * PAGE + 1) == (2, 2)
+    assert gpu.lib.hipGetLastError() == 2
+    # Beside the limit of one registration, which holds for those alone.
+    hipsim.configure(max_registration_bytes=PAGE)
+    assert locked(gpu, host, 2 * PAGE) == (2, 0)
+    hipsim.configure(max_registration_bytes=0)
+    for drop, address in (("hipHostFree", kept), ("hipHostUnregister", registered)):
+        gpu.call(drop, address)
+    stats = hipsim.stats()
+    assert stats.registered_ranges == stats.host_allocations == 0
+    assert locked(gpu, host, 4 * PAGE) == (0, 0)
+    assert locked(gpu, host, 4 * PAGE + 1) == (2, 2)
+    back(max_locked_bytes=0)
+    assert locked(gpu, host, 5 * PAGE) == (0, 0)
+
+
+def test_the_process_may_have_a_limit_of_locked_memory(
+    gpu: Any, back: Callable[..., None]
+) -> None:
+    host = gpu.pageable(4 * PAGE).ctypes.data
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    try:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (2 * PAGE, hard))
+        assert locked(gpu, host, 3 * PAGE) == (0, 0)
+        hipsim.configure(locked_memory="rlimit")
+        assert locked(gpu, host, 2 * PAGE) == (0, 0)
+        assert locked(gpu, host, 2 * PAGE + 1) == (2, 2)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (PAGE, hard))
+        assert locked(gpu, host, 2 * PAGE) == (2, 2)
+        back(locked_memory="unlimited")
+        assert locked(gpu, host, 3 * PAGE) == (0, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+def test_the_environment_limits_locked_memory(run: Callable[..., str]) -> None:
+    program = """
+import resource
+hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (2 * PAGE, hard))
+pointer = ctypes.c_void_p()
+for _ in range(2):
+    for size in (PAGE, PAGE + 1, 2 * PAGE + 1):
+        error = hipsim.load().hipHostMalloc(ctypes.byref(pointer), size, 0)
+        print(error, end=" ")
+        if error == 0:
+            call("hipHostFree", pointer)
+    hipsim.reset()
+"""
+    for switches, answers in (
+        ("", "0 0 0"),
+        ("locked_memory=unlimited", "0 0 0"),
+        ("locked_memory=rlimit", "0 0 2"),
+        (f"locked_memory=rlimit,max_locked_bytes={PAGE}", "0 2 2"),
+    ):
+        assert run(program, HIPSIM_SWITCHES=switches).strip() == f"{answers} {answers}"
 
 
 def test_hints_may_be_ignored(gpu: Any, back: Callable[..., None]) -> None:

@@ -161,6 +161,7 @@ PROTOTYPES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuDeviceGet": (c_int, _OUT_INT, c_int),
         "cuDeviceGetCount": (c_int, _OUT_INT),
         "cuDeviceGetAttribute": (c_int, _OUT_INT, c_uint, c_int),
+        "cuDeviceGetPCIBusId": (c_int, c_char_p, c_int, c_int),
         "cuDevicePrimaryCtxRetain": (c_int, _OUT_HANDLE, c_int),
         "cuDevicePrimaryCtxRelease_v2": (c_int, c_int),
         "cuCtxGetCurrent": (c_int, _OUT_HANDLE),

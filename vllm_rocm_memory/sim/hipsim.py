@@ -120,6 +120,7 @@ PROTOTYPES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "hipSetDevice": (c_int, c_int),
         "hipGetDevice": (c_int, _OUT_INT),
         "hipDeviceSynchronize": (c_int,),
+        "hipDeviceGetPCIBusId": (c_int, c_char_p, c_int, c_int),
         "hipDeviceGetStreamPriorityRange": (c_int, _OUT_INT, _OUT_INT),
         "hipStreamCreate": (c_int, _OUT_HANDLE),
         "hipStreamCreateWithFlags": (c_int, _OUT_HANDLE, c_uint),

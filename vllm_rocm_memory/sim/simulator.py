@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint64
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ CONTROLS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 _MAX_LATENCY_US = 3600 * 10**6
 _MAX_SWITCH = 2**63 - 1
 _STALE_MEMORY = ("clean", "as_left", "poisoned")
+_LOCKED_MEMORY = ("unlimited", "rlimit")
 
 
 class CopyCount(NamedTuple):
@@ -82,6 +84,9 @@ class Stats:
         copies: By engine ("sdma", "blit", or "host" for the CPU between two pageable
             addresses) and direction ("h2d", "d2h", "d2d", "h2h"). A copy counts once
             it is made.
+        host_copies: Those over the link once more, by what the host's side is
+            ("pageable"; "registered"; "allocated" by the driver) and direction ("h2d",
+            "d2h").
     """
 
     streams: int
@@ -119,6 +124,7 @@ class Stats:
     ipc_failed_imports: int
     calls: Mapping[str, int]
     copies: Mapping[tuple[str, str], CopyCount]
+    host_copies: Mapping[tuple[str, str], CopyCount]
 
 
 def _names(name_at: Callable[[int], bytes | None]) -> tuple[str, ...]:
@@ -245,6 +251,8 @@ class Simulator:
         one_mapping_copies: bool | None = None,
         ignore_address_hints: bool | None = None,
         max_registration_bytes: int | None = None,
+        max_locked_bytes: int | None = None,
+        locked_memory: Literal["unlimited", "rlimit"] | None = None,
         host_reads: Literal["fault", "allow"] | None = None,
         stale_memory: Literal["clean", "as_left", "poisoned"] | None = None,
     ) -> None:
@@ -261,6 +269,11 @@ class Simulator:
             ignore_address_hints: A reservation never lies where the caller wished.
             max_registration_bytes: Host memory of more bytes than this cannot be
                 registered, for want of memory; 0 is no limit.
+            max_locked_bytes: Host memory that would make all that is registered or
+                allocated in this process more bytes than this cannot be had, for want
+                of memory; 0 is no limit.
+            locked_memory: With "rlimit" the process's RLIMIT_MEMLOCK, as it is at each
+                call, is such a limit too, also for a user who may lock more.
             host_reads: What happens when the host touches virtual memory that has no
                 access descriptor for it.
             stale_memory: What is in the pages of new memory: zeroes, what their last
@@ -277,6 +290,8 @@ class Simulator:
             "one_mapping_copies": one_mapping_copies,
             "ignore_address_hints": ignore_address_hints,
             "max_registration_bytes": max_registration_bytes,
+            "max_locked_bytes": max_locked_bytes,
+            "locked_memory": _choice("locked_memory", locked_memory, _LOCKED_MEMORY),
             "host_reads": _choice("host_reads", host_reads, ("fault", "allow")),
             "stale_memory": _choice("stale_memory", stale_memory, _STALE_MEMORY),
         }
@@ -284,6 +299,7 @@ class Simulator:
             ("copy_latency_us", _MAX_LATENCY_US),
             ("fill_latency_us", _MAX_LATENCY_US),
             ("max_registration_bytes", _MAX_SWITCH),
+            ("max_locked_bytes", _MAX_SWITCH),
         ):
             number = values[name]
             if number is not None and not 0 <= number <= most:
@@ -298,18 +314,15 @@ class Simulator:
         entries = (_Stat * lib.hipsim_stats(None, 0))()
         lib.hipsim_stats(entries, len(entries))
         plain: dict[str, int] = {}
-        grouped: dict[str, dict[str, int]] = {"copies": {}, "bytes": {}, "calls": {}}
+        grouped: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for entry in entries:
             group, dot, rest = entry.name.decode().partition(".")
             (grouped[group] if dot else plain)[rest or group] = entry.value
-        copies = {}
-        for key, count in grouped["copies"].items():
-            engine, direction = key.split(".")
-            copies[engine, direction] = CopyCount(count, grouped["bytes"][key])
         return Stats(
             **plain,
             calls=MappingProxyType(grouped["calls"]),
-            copies=MappingProxyType(copies),
+            copies=_copy_counts(grouped["copies"], grouped["bytes"]),
+            host_copies=_copy_counts(grouped["host_copies"], grouped["host_bytes"]),
         )
 
     def assert_clean(self) -> None:
@@ -336,6 +349,16 @@ class Simulator:
         left = [f"{count} {name}" for name, count in live.items() if count]
         if left:
             raise AssertionError(f"still live: {', '.join(left)}")
+
+
+def _copy_counts(
+    copies: Mapping[str, int], moved: Mapping[str, int]
+) -> Mapping[tuple[str, str], CopyCount]:
+    counts = {}
+    for key, count in copies.items():
+        what, direction = key.split(".")
+        counts[what, direction] = CopyCount(count, moved[key])
+    return MappingProxyType(counts)
 
 
 def _choice(name: str, value: str | None, allowed: tuple[str, ...]) -> int | None:

@@ -21,6 +21,7 @@ HIPSIM_EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal);
 HIPSIM_EXPORT CUresult cuDeviceGetCount(int* count);
 HIPSIM_EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
                                             CUdevice device);
+HIPSIM_EXPORT CUresult cuDeviceGetPCIBusId(char* text, int length, CUdevice device);
 HIPSIM_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device);
 HIPSIM_EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device);
 HIPSIM_EXPORT CUresult cuCtxGetCurrent(CUcontext* context);

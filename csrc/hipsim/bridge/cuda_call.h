@@ -15,6 +15,7 @@
   X(cuDeviceGet)                            \
   X(cuDeviceGetCount)                       \
   X(cuDeviceGetAttribute)                   \
+  X(cuDeviceGetPCIBusId)                    \
   X(cuDevicePrimaryCtxRetain)               \
   X(cuDevicePrimaryCtxRelease_v2)           \
   X(cuCtxGetCurrent)                        \

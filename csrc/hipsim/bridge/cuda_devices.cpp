@@ -2,6 +2,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <deque>
 #include <iterator>
 #include <mutex>
@@ -183,7 +184,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
         if (value == nullptr) return Error::kInvalidValue;
         if (!rt.has_device(device)) return Error::kInvalidDevice;
         if (attribute == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID) {
-          *value = device;
+          *value = Runtime::pci_bus(device);
           return Error::kSuccess;
         }
         if (attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM) {
@@ -195,6 +196,18 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
                          [&](const Attribute& each) { return each.name == attribute; });
         if (found == std::end(kAttributes)) return Error::kInvalidValue;
         *value = found->value;
+        return Error::kSuccess;
+      });
+}
+
+// Of the digits the driver's are the large ones.
+CUresult cuDeviceGetPCIBusId(char* text, int length, CUdevice device) {
+  constexpr int kRoom = sizeof "0000:00:00.0";
+  return api(
+      Needs::kDriver, Call::cuDeviceGetPCIBusId, [=](Runtime& rt, const Caller&) {
+        if (text == nullptr || length < kRoom) return Error::kInvalidValue;
+        if (!rt.has_device(device)) return Error::kInvalidDevice;
+        std::snprintf(text, kRoom, "0000:%02X:00.0", Runtime::pci_bus(device) & 0xFF);
         return Error::kSuccess;
       });
 }

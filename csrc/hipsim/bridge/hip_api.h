@@ -23,6 +23,7 @@ HIPSIM_EXPORT hipError_t hipDeviceSynchronize();
 HIPSIM_EXPORT hipError_t hipDeviceGetAttribute(int* value,
                                                hipDeviceAttribute_t attribute,
                                                int device);
+HIPSIM_EXPORT hipError_t hipDeviceGetPCIBusId(char* text, int length, int device);
 HIPSIM_EXPORT hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest);
 
 // --- streams -----------------------------------------------------------------------

@@ -17,6 +17,7 @@
   X(hipGetDevice)                            \
   X(hipDeviceSynchronize)                    \
   X(hipDeviceGetAttribute)                   \
+  X(hipDeviceGetPCIBusId)                    \
   X(hipDeviceGetStreamPriorityRange)         \
   X(hipStreamCreate)                         \
   X(hipStreamCreateWithFlags)                \

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cstdio>
 #include <iterator>
 
 #include "bridge/hip_api.h"
@@ -127,7 +128,7 @@ hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute,
     if (value == nullptr) return Error::kInvalidValue;
     if (!rt.has_device(device)) return Error::kInvalidDevice;
     if (attribute == hipDeviceAttributePciBusId) {
-      *value = device;
+      *value = Runtime::pci_bus(device);
       return Error::kSuccess;
     }
     if (attribute == hipDeviceAttributeCanUseHostPointerForRegisteredMem) {
@@ -140,6 +141,18 @@ hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute,
     if (found == std::end(kAttributes)) return Error::kInvalidValue;
     *value = found->value;
     return Error::kSuccess;
+  });
+}
+
+// Where the text does not fit, its beginning is there all the same.
+hipError_t hipDeviceGetPCIBusId(char* text, int length, int device) {
+  return api(Call::hipDeviceGetPCIBusId, [=](Runtime& rt, const Caller&) {
+    if (!rt.has_device(device)) return Error::kInvalidDevice;
+    if (text == nullptr) return Error::kInvalidValue;
+    const int room = std::max(length, 0);
+    const int needed = std::snprintf(text, static_cast<size_t>(room), "0000:%02x:00.0",
+                                     Runtime::pci_bus(device));
+    return needed < room ? Error::kSuccess : Error::kInvalidValue;
   });
 }
 

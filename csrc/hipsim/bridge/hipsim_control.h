@@ -64,6 +64,11 @@ int hipsim_fail(const char* call, uint64_t nth, int error);
  *   max_registration_bytes
  *                         the most bytes of host memory that one call registers, what
  *                         is more is out of memory; 0: no limit
+ *   max_locked_bytes      the most bytes of host memory that are registered or
+ *                         allocated at once in this process, what would be more
+ *                         is out of memory; 0: no limit
+ *   locked_memory         1: the RLIMIT_MEMLOCK of the process, as it is at each call,
+ *                         is such a limit too, for every user; 0: it is not
  *   host_reads            0: the host faults at virtual memory without an access
  *                         descriptor for it; 1: it gets in where a device does
  *   stale_memory          what is in the pages of new memory. 0: zeroes; 1: what their
@@ -94,6 +99,9 @@ struct hipsim_stat {
  *   copies.E.D, bytes.E.D           moved by engine E (sdma, blit; host: the CPU, for
  *                                   pageable to pageable) in direction D (h2d, d2h,
  *                                   d2d, h2h); a copy is counted once it is made
+ *   host_copies.M.D, host_bytes.M.D of those, over the link (h2d, d2h): from or to host
+ *                                   memory M (pageable; registered; allocated by the
+ *                                   driver)
  *   calls.F                         of function F */
 size_t hipsim_stats(struct hipsim_stat* stats, size_t capacity);
 

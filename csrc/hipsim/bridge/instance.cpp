@@ -45,6 +45,8 @@ const std::vector<Switch>& switches() {
       {"one_mapping_copies", {"0", "1"}},
       {"ignore_address_hints", {"0", "1"}},
       {"max_registration_bytes", {}, std::numeric_limits<int64_t>::max()},
+      {"max_locked_bytes", {}, std::numeric_limits<int64_t>::max()},
+      {"locked_memory", {"unlimited", "rlimit"}},
       {"stale_memory", {"clean", "as_left", "poisoned"}},
   };
   return *all;

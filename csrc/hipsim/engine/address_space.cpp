@@ -2,6 +2,7 @@
 #include "engine/address_space.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <limits>
@@ -87,10 +88,12 @@ Error AddressSpace::add_device_range(RangeKind kind, size_t bytes, PhysicalRef m
 
 Error AddressSpace::allocate_host(size_t bytes, void** pointer) {
   if (bytes > std::numeric_limits<size_t>::max() - kPage) return Error::kOutOfMemory;
+  if (!may_lock(bytes)) return Error::kOutOfMemory;
   void* mapped = mmap(nullptr, whole_pages(bytes), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return Error::kOutOfMemory;
   host_ranges_[as_number(mapped)] = {bytes, ++last_id_, true, 0};
+  locked_bytes_ += bytes;
   usage_.host_allocations += 1;
   usage_.host_allocation_bytes += bytes;
   *pointer = mapped;
@@ -103,6 +106,16 @@ bool AddressSpace::touches_host_range(uintptr_t begin, size_t bytes) const {
          (next != host_ranges_.end() && next->first - begin < bytes);
 }
 
+bool AddressSpace::may_lock(size_t bytes) const {
+  const auto fits = [&](size_t most) {
+    return locked_bytes_ <= most && bytes <= most - locked_bytes_;
+  };
+  if (most_locked_ && !fits(*most_locked_)) return false;
+  rlimit limit{};
+  return !by_rlimit_ || getrlimit(RLIMIT_MEMLOCK, &limit) != 0 ||
+         limit.rlim_cur == RLIM_INFINITY || fits(limit.rlim_cur);
+}
+
 Error AddressSpace::register_host(void* pointer, size_t bytes, bool aliased) {
   const uintptr_t begin = as_number(pointer);
   if (begin == 0 || bytes == 0 || begin + bytes < begin) return Error::kInvalidValue;
@@ -110,6 +123,7 @@ Error AddressSpace::register_host(void* pointer, size_t bytes, bool aliased) {
   if (touches_host_range(begin, bytes)) return Error::kHostMemoryAlreadyRegistered;
   if (!is_mapped(begin, bytes)) return Error::kInvalidValue;
   if (most_registered_ && bytes > *most_registered_) return Error::kOutOfMemory;
+  if (!may_lock(bytes)) return Error::kOutOfMemory;
   const uint64_t id = ++last_id_;
   uintptr_t alias = 0;
   if (aliased) {
@@ -123,6 +137,7 @@ Error AddressSpace::register_host(void* pointer, size_t bytes, bool aliased) {
     device_ranges_[alias] = std::move(range);
   }
   host_ranges_[begin] = {bytes, id, false, alias};
+  locked_bytes_ += bytes;
   usage_.registered_ranges += 1;
   usage_.registered_bytes += bytes;
   return Error::kSuccess;
@@ -204,6 +219,7 @@ void AddressSpace::unmap(const Place& place) {
     device_ranges_.erase(alias);
     window_.give_back(alias / kPage * kPage);
   }
+  locked_bytes_ -= it->second.bytes;
   host_ranges_.erase(it);
 }
 
@@ -215,10 +231,10 @@ bool AddressSpace::still_holds(const Place& place) const {
   return host != host_ranges_.end() && host->second.id == place.id;
 }
 
-Error AddressSpace::locate(const void* pointer, size_t bytes, bool one_mapping,
+Error AddressSpace::locate(const void* pointer, size_t bytes, Crossing crossing,
                            Place* place) const {
   const uintptr_t address = as_number(pointer);
-  return window_.touches(address, 1) ? locate_device(address, bytes, one_mapping, place)
+  return window_.touches(address, 1) ? locate_device(address, bytes, crossing, place)
                                      : locate_host(address, bytes, place);
 }
 
@@ -232,12 +248,13 @@ Error AddressSpace::locate_host(uintptr_t address, size_t bytes, Place* place) c
             it->first,
             it->second.bytes,
             address,
-            it->second.id};
+            it->second.id,
+            it->second.owned};
   return bytes <= it->second.bytes - (address - it->first) ? Error::kSuccess
                                                            : Error::kInvalidValue;
 }
 
-Error AddressSpace::locate_device(uintptr_t address, size_t bytes, bool one_mapping,
+Error AddressSpace::locate_device(uintptr_t address, size_t bytes, Crossing crossing,
                                   Place* place) const {
   *place = {};
   if (const auto it = holder(device_ranges_, address); it != device_ranges_.end()) {
@@ -257,9 +274,8 @@ Error AddressSpace::locate_device(uintptr_t address, size_t bytes, bool one_mapp
   if (!found) return Error::kInvalidValue;
   *place = {MemoryKind::kVirtual,  found->mapping->memory->device, found->base,
             found->mapping->bytes, window_.reach(address),         0};
-  const bool fits = one_mapping ? bytes <= place->bytes - (address - place->base)
-                                : virtual_memory_.covers(address, bytes);
-  return fits ? Error::kSuccess : Error::kInvalidValue;
+  return virtual_memory_.covers(address, bytes, crossing) ? Error::kSuccess
+                                                          : Error::kInvalidValue;
 }
 
 PhysicalRef AddressSpace::allocation_memory(const Place& place) const {

@@ -30,6 +30,9 @@ struct Place {
   // Of the allocation or registration: its address may be another's later.
   uint64_t id = 0;
 
+  // Host memory that the runtime has allocated, and not the caller.
+  bool allocated = false;
+
   bool on_device() const {
     return kind == MemoryKind::kDevice || kind == MemoryKind::kVirtual;
   }
@@ -69,6 +72,12 @@ class AddressSpace {
   // A registration of more is kOutOfMemory. Counts for what is made from now on.
   void limit_registrations(std::optional<size_t> bytes) { most_registered_ = bytes; }
 
+  // What would make registrations and host allocations more than this in all is
+  // kOutOfMemory. With `by_rlimit` the process's RLIMIT_MEMLOCK of that moment counts
+  // too, whoever the process is. Both count for what is made from now on.
+  void limit_locked_memory(std::optional<size_t> bytes) { most_locked_ = bytes; }
+  void limit_locked_memory_by_rlimit(bool by_rlimit) { by_rlimit_ = by_rlimit; }
+
   // What a device calls the byte of registered or allocated host memory.
   Error device_pointer(const void* host, void** pointer) const;
 
@@ -90,8 +99,9 @@ class AddressSpace {
 
   // The memory that holds the first byte; kInvalidValue when [pointer, pointer +
   // bytes) runs past the end of it, or begins in the window but in no memory.
-  // Neighbouring mappings of a reservation count as one, unless `one_mapping`.
-  Error locate(const void* pointer, size_t bytes, bool one_mapping, Place* place) const;
+  // Virtual memory may go on over the ends that `crossing` says.
+  Error locate(const void* pointer, size_t bytes, Crossing crossing,
+               Place* place) const;
 
   // Does anything of this process, or of its peers, have an address?
   bool is_empty() const { return device_ranges_.empty() && host_ranges_.empty(); }
@@ -130,12 +140,18 @@ class AddressSpace {
                          void** pointer);
   std::optional<Place> forget_range(RangeKind kind, const void* pointer);
   bool touches_host_range(uintptr_t begin, size_t bytes) const;
-  Error locate_device(uintptr_t address, size_t bytes, bool one_mapping,
+  bool may_lock(size_t bytes) const;
+  Error locate_device(uintptr_t address, size_t bytes, Crossing crossing,
                       Place* place) const;
   Error locate_host(uintptr_t address, size_t bytes, Place* place) const;
 
   bool host_may_access_ = true;
   std::optional<size_t> most_registered_;
+  std::optional<size_t> most_locked_;
+  bool by_rlimit_ = false;
+
+  // Of all in host_ranges_: what is forgotten is locked until it is unmapped.
+  size_t locked_bytes_ = 0;
   uint64_t last_id_ = 0;
   Window window_;
   std::vector<std::unique_ptr<Vram>> vrams_;

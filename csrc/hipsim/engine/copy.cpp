@@ -114,6 +114,17 @@ Direction direction_of(const Place& destination, const Place& source) {
   return destination.on_device() ? Direction::kHostToDevice : Direction::kHostToHost;
 }
 
+std::optional<HostMemory> host_memory_of(const Copy& copy) {
+  if (copy.direction != Direction::kHostToDevice &&
+      copy.direction != Direction::kDeviceToHost) {
+    return std::nullopt;
+  }
+  const bool loads = copy.direction == Direction::kHostToDevice;
+  const Place& place = loads ? copy.from.place : copy.to.place;
+  if (place.kind == MemoryKind::kPageableHost) return HostMemory::kPageable;
+  return place.allocated ? HostMemory::kAllocated : HostMemory::kRegistered;
+}
+
 Copy plan_copy(const EngineRule& rule, const Side& to, const Side& from,
                const Shape& shape, bool pitched, bool prefer_sdma) {
   const bool pageable_to = to.place.kind == MemoryKind::kPageableHost;

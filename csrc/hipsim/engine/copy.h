@@ -18,6 +18,11 @@ constexpr int kCopyEngines = 3;
 enum class Direction { kHostToDevice, kDeviceToHost, kDeviceToDevice, kHostToHost };
 constexpr int kDirections = 4;
 
+// Whose the host's side of a copy over the link is: nobody's that the runtime knows,
+// memory that was registered, or memory that the runtime has allocated.
+enum class HostMemory { kPageable, kRegistered, kAllocated };
+constexpr int kHostMemories = 3;
+
 // The largest distance of rows that devices of both vendors tell.
 constexpr size_t kMaxPitch = 0x7FFFFFFF;
 
@@ -54,8 +59,8 @@ struct Side {
   Pitch pitch = {};
   Place place = {};
 
-  // It must lie in the one mapping of virtual memory that holds its first byte.
-  bool one_mapping = false;
+  // The ends of virtual memory that it may run over.
+  Crossing crossing = Crossing::kMappings;
 
   // How far the copy reaches, from its first byte past its last.
   size_t extent(const Shape& shape) const {
@@ -84,6 +89,9 @@ struct Copy {
 };
 
 Direction direction_of(const Place& destination, const Place& source);
+
+// None where both sides are on a device or on the host.
+std::optional<HostMemory> host_memory_of(const Copy& copy);
 
 // Where a box begins, x bytes into row y of slice z; none where that, or the distance
 // of slices, cannot be counted. `rows` is the number of rows from slice to slice.

@@ -107,6 +107,7 @@ Profile cuda_13_0() {
   profile.granularity = kLargeGranularity;
   profile.recommended_granularity = kLargeGranularity;
   profile.unmap_waits = UnmapWaits::kNothing;
+  profile.copies_cross = Crossing::kReservations;
   return profile;
 }
 

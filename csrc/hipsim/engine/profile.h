@@ -5,6 +5,8 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/virtual_memory.h"
+
 namespace hipsim {
 
 // What hipMemUnmap waits for before it takes the memory away.
@@ -42,6 +44,9 @@ struct Profile {
   size_t max_row_copies = 0;
 
   // --- virtual memory --------------------------------------------------------------
+  // What copies and fills run over; HIP's pitched ones stay in a mapping.
+  Crossing copies_cross = Crossing::kMappings;
+
   size_t granularity = 0;
   size_t recommended_granularity = 0;
 

@@ -8,6 +8,10 @@ namespace {
 
 constexpr std::chrono::microseconds kMaxLatency = std::chrono::hours(1);
 
+// As far from each other as the eight of a node with a switch for each.
+constexpr int kFirstBus = 0x05;
+constexpr int kBusStep = 0x20;
+
 }  // namespace
 
 Runtime::Runtime(const Options& options, std::vector<const char*> call_names)
@@ -35,6 +39,8 @@ Error Runtime::enter(size_t call) {
   return calls_.enter(call);
 }
 
+int Runtime::pci_bus(int device) { return kFirstBus + device * kBusStep; }
+
 int Runtime::version() const { return profile().version; }
 
 // --- control -----------------------------------------------------------------------
@@ -58,6 +64,8 @@ void Runtime::reset(const Profile* profile) {
   captures_.reset();
   let_host_in(options_.host_reads);
   memory_.limit_registrations(std::nullopt);
+  memory_.limit_locked_memory(std::nullopt);
+  memory_.limit_locked_memory_by_rlimit(false);
   for (int device = 0; device < devices(); ++device) {
     memory_.vram(device).set_stale_pages(StalePages::kClean);
   }
@@ -87,10 +95,20 @@ bool Runtime::set_switch(std::string_view name, int64_t value) {
     let_host_in(value == 1);
     return true;
   }
-  if (name == "max_registration_bytes" && value >= 0) {
-    memory_.limit_registrations(value == 0 ? std::nullopt
-                                           : std::make_optional<size_t>(value));
+  if (name == "locked_memory" && (value == 0 || value == 1)) {
+    memory_.limit_locked_memory_by_rlimit(value == 1);
     return true;
+  }
+  if (value >= 0) {
+    const auto limit = value == 0 ? std::nullopt : std::make_optional<size_t>(value);
+    if (name == "max_registration_bytes") {
+      memory_.limit_registrations(limit);
+      return true;
+    }
+    if (name == "max_locked_bytes") {
+      memory_.limit_locked_memory(limit);
+      return true;
+    }
   }
   if (value < 0 || value > kMaxLatency.count()) return false;
   if (name == "copy_latency_us") {
@@ -113,6 +131,8 @@ bool Runtime::set_switch(std::string_view name, int64_t value) {
 std::vector<std::pair<std::string, uint64_t>> Runtime::stats() const {
   constexpr const char* kEngineNames[kCopyEngines] = {"sdma", "blit", "host"};
   constexpr const char* kDirectionNames[kDirections] = {"h2d", "d2h", "d2d", "h2h"};
+  constexpr const char* kHostMemoryNames[kHostMemories] = {"pageable", "registered",
+                                                           "allocated"};
   std::lock_guard lock(mutex_);
   const Usage& usage = memory_.usage();
   const VirtualUsage& virtual_usage = memory_.virtual_memory().usage();
@@ -158,6 +178,17 @@ std::vector<std::pair<std::string, uint64_t>> Runtime::stats() const {
       const Tally& tally = counters_.copies[engine][direction];
       stats.emplace_back("copies." + name, tally.copies);
       stats.emplace_back("bytes." + name, tally.bytes);
+    }
+  }
+  for (int memory = 0; memory < kHostMemories; ++memory) {
+    for (const Direction direction :
+         {Direction::kHostToDevice, Direction::kDeviceToHost}) {
+      const auto index = static_cast<int>(direction);
+      const std::string name =
+          std::string(kHostMemoryNames[memory]) + "." + kDirectionNames[index];
+      const Tally& tally = counters_.host_copies[memory][index];
+      stats.emplace_back("host_copies." + name, tally.copies);
+      stats.emplace_back("host_bytes." + name, tally.bytes);
     }
   }
   for (size_t call = 0; call < calls_.names().size(); ++call) {

@@ -157,6 +157,9 @@ class Runtime {
   void refuse_calls(Error reason) { refusal_ = reason; }
 
   // --- devices ---------------------------------------------------------------------
+  // Where a device sits, in the only PCI domain, at function 0 of device 0.
+  static int pci_bus(int device);
+
   int version() const;
   int devices() const { return options_.devices; }
   bool has_device(int device) const { return device >= 0 && device < devices(); }
@@ -324,6 +327,7 @@ class Runtime {
     uint64_t ipc_virtual_exports = 0;
     uint64_t ipc_failed_imports = 0;
     std::array<std::array<Tally, kDirections>, kCopyEngines> copies;
+    std::array<std::array<Tally, kDirections>, kHostMemories> host_copies;
   };
   using Copies = std::shared_ptr<const std::vector<Copy>>;
 
@@ -373,7 +377,7 @@ class Runtime {
   Error forbid_legacy_work(const Caller& caller);
   Error forbid_synchronous_call(const Caller& caller);
 
-  Error locate(const Caller& caller, Side* side, size_t extent, bool one_mapping,
+  Error locate(const Caller& caller, Side* side, size_t extent, bool pitched,
                bool write) const;
   Error plan(const Caller& caller, Side to, Side from, const Shape& shape, bool pitched,
              bool prefer_sdma, Copy* copy) const;

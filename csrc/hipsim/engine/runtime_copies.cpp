@@ -111,6 +111,9 @@ void Runtime::account(const std::vector<Copy>& copies, size_t made) {
     const auto engine = static_cast<int>(copy.engine);
     const auto direction = static_cast<int>(copy.direction);
     add(counters_.copies[engine][direction], copy);
+    if (const auto host = host_memory_of(copy)) {
+      add(counters_.host_copies[static_cast<int>(*host)][direction], copy);
+    }
     if (copy.staged) add(counters_.staged, copy);
     if (copy.pitched) add(counters_.pitched, copy);
     counters_.pitched_packets += copy.packets;
@@ -122,8 +125,9 @@ bool Runtime::may_touch(const Side& side, size_t extent, int device, bool write)
   if (side.place.kind != MemoryKind::kVirtual) return memory_.still_holds(side.place);
   Place now;
   return memory_.locate(reinterpret_cast<const void*>(side.address), extent,
-                        side.one_mapping, &now) == Error::kSuccess &&
-         memory_.virtual_memory().permits(side.address, extent, device, write);
+                        side.crossing, &now) == Error::kSuccess &&
+         memory_.virtual_memory().permits(side.address, extent, device, write,
+                                          side.crossing);
 }
 
 void Runtime::raise_memory_fault() {
@@ -172,16 +176,18 @@ Work Runtime::memory_fault_work() {
 
 // --- single copies -----------------------------------------------------------------
 
-Error Runtime::locate(const Caller& caller, Side* side, size_t extent, bool one_mapping,
+Error Runtime::locate(const Caller& caller, Side* side, size_t extent, bool pitched,
                       bool write) const {
   if (side->address == 0) return Error::kInvalidValue;
-  side->one_mapping = one_mapping || switches_.one_mapping_copies;
+  // HIP checks a pitched copy against the one mapping that holds its first byte.
+  const bool one_mapping = switches_.one_mapping_copies || (pitched && !profile_->cuda);
+  side->crossing = one_mapping ? Crossing::kNothing : profile_->copies_cross;
   const Error error = memory_.locate(reinterpret_cast<const void*>(side->address),
-                                     extent, side->one_mapping, &side->place);
+                                     extent, side->crossing, &side->place);
   if (error != Error::kSuccess) return error;
-  const bool open =
-      side->place.kind != MemoryKind::kVirtual ||
-      memory_.virtual_memory().permits(side->address, extent, caller.device, write);
+  const bool open = side->place.kind != MemoryKind::kVirtual ||
+                    memory_.virtual_memory().permits(
+                        side->address, extent, caller.device, write, side->crossing);
   if (open) return Error::kSuccess;
   return profile_->cuda ? Error::kInvalidValue : Error::kUnknown;
 }
@@ -189,11 +195,9 @@ Error Runtime::locate(const Caller& caller, Side* side, size_t extent, bool one_
 Error Runtime::plan(const Caller& caller, Side to, Side from, const Shape& shape,
                     bool pitched, bool prefer_sdma, Copy* copy) const {
   if (to.address == 0 || from.address == 0) return Error::kInvalidValue;
-  // HIP checks a pitched copy against the one mapping that holds its first byte.
-  const bool one_mapping = pitched && !profile_->cuda;
-  Error error = locate(caller, &to, to.extent(shape), one_mapping, true);
+  Error error = locate(caller, &to, to.extent(shape), pitched, true);
   if (error == Error::kSuccess) {
-    error = locate(caller, &from, from.extent(shape), one_mapping, false);
+    error = locate(caller, &from, from.extent(shape), pitched, false);
   }
   if (error != Error::kSuccess) return error;
   EngineRule engines = options_.engines;

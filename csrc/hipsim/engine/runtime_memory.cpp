@@ -121,7 +121,7 @@ Error Runtime::address_range(const void* pointer, void** base, size_t* bytes) co
   std::lock_guard lock(mutex_);
   Place place;
   if (pointer == nullptr ||
-      memory_.locate(pointer, 1, false, &place) != Error::kSuccess ||
+      memory_.locate(pointer, 1, Crossing::kNothing, &place) != Error::kSuccess ||
       place.kind == MemoryKind::kPageableHost) {
     return Error::kNotFound;
   }
@@ -277,7 +277,8 @@ Error Runtime::access_of(const void* pointer, int device, Access* access) const 
   std::lock_guard lock(mutex_);
   if (pointer == nullptr || !has_device(device)) return Error::kInvalidValue;
   Place place;
-  if (profile_->cuda && memory_.locate(pointer, 1, false, &place) == Error::kSuccess &&
+  if (profile_->cuda &&
+      memory_.locate(pointer, 1, Crossing::kNothing, &place) == Error::kSuccess &&
       place.kind == MemoryKind::kDevice) {
     *access = Access::kNone;
     return Error::kSuccess;
@@ -294,7 +295,7 @@ Error Runtime::export_memory(const void* pointer, IpcHandle* handle) {
   std::lock_guard lock(mutex_);
   Place place;
   if (pointer == nullptr ||
-      memory_.locate(pointer, 1, false, &place) != Error::kSuccess) {
+      memory_.locate(pointer, 1, Crossing::kNothing, &place) != Error::kSuccess) {
     return Error::kInvalidValue;
   }
   if (place.kind == MemoryKind::kVirtual) {
@@ -354,7 +355,7 @@ Error Runtime::close_import(void* pointer) {
     std::lock_guard lock(mutex_);
     Place place;
     if (pointer == nullptr ||
-        memory_.locate(pointer, 1, false, &place) != Error::kSuccess) {
+        memory_.locate(pointer, 1, Crossing::kNothing, &place) != Error::kSuccess) {
       return Error::kInvalidValue;
     }
     const auto it = std::find_if(

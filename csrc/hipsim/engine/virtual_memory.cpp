@@ -183,24 +183,28 @@ std::optional<VirtualMemory::Found> VirtualMemory::find(uintptr_t address) const
 }
 
 template <typename Visit>
-bool VirtualMemory::each_mapping(uintptr_t address, size_t bytes, Visit visit) const {
+bool VirtualMemory::each_mapping(uintptr_t address, size_t bytes, Crossing crossing,
+                                 Visit visit) const {
   const auto holder = reservation_at(address);
   for (size_t done = 0; done < bytes;) {
+    if (done > 0 && crossing == Crossing::kNothing) return false;
     const std::optional<Found> found = find(address + done);
-    if (!found || reservation_at(address + done) != holder) return false;
+    if (!found) return false;
+    const bool left = reservation_at(address + done) != holder;
+    if (left && crossing != Crossing::kReservations) return false;
     if (!visit(*found->mapping)) return false;
     done = found->base + found->mapping->bytes - address;
   }
   return true;
 }
 
-bool VirtualMemory::covers(uintptr_t address, size_t bytes) const {
-  return each_mapping(address, bytes, [](const Mapping&) { return true; });
+bool VirtualMemory::covers(uintptr_t address, size_t bytes, Crossing crossing) const {
+  return each_mapping(address, bytes, crossing, [](const Mapping&) { return true; });
 }
 
-bool VirtualMemory::permits(uintptr_t address, size_t bytes, int device,
-                            bool write) const {
-  return each_mapping(address, bytes, [&](const Mapping& mapping) {
+bool VirtualMemory::permits(uintptr_t address, size_t bytes, int device, bool write,
+                            Crossing crossing) const {
+  return each_mapping(address, bytes, crossing, [&](const Mapping& mapping) {
     const auto it = mapping.access.find(device);
     return it != mapping.access.end() && allows(it->second, write);
   });
@@ -208,7 +212,7 @@ bool VirtualMemory::permits(uintptr_t address, size_t bytes, int device,
 
 std::set<int> VirtualMemory::users(uintptr_t address, size_t bytes) const {
   std::set<int> devices;
-  each_mapping(address, bytes, [&](const Mapping& mapping) {
+  each_mapping(address, bytes, Crossing::kMappings, [&](const Mapping& mapping) {
     devices.insert(mapping.memory->device);
     for (const auto& [device, access] : mapping.access) {
       if (device != kHostLocation && access != Access::kNone) devices.insert(device);

@@ -37,6 +37,9 @@ struct VirtualUsage {
   uint64_t mapped_bytes = 0;
 };
 
+// The ends that a range of virtual memory may run over.
+enum class Crossing { kNothing, kMappings, kReservations };
+
 // Reservations of address space, handles of physical memory, and mappings of the one
 // into the other. Memory lives as long as a handle or a mapping names it.
 //
@@ -90,11 +93,13 @@ class VirtualMemory {
   // The devices whose memory is mapped in the range, and those that may access it.
   std::set<int> users(uintptr_t address, size_t bytes) const;
 
-  // Is every byte mapped, without leaving the reservation?
-  bool covers(uintptr_t address, size_t bytes) const;
+  // Is every byte mapped, and does the range run over no other ends?
+  bool covers(uintptr_t address, size_t bytes,
+              Crossing crossing = Crossing::kMappings) const;
 
-  // May the device read, or write, every byte?
-  bool permits(uintptr_t address, size_t bytes, int device, bool write) const;
+  // The same, and the device may read, or write, every byte.
+  bool permits(uintptr_t address, size_t bytes, int device, bool write,
+               Crossing crossing = Crossing::kMappings) const;
 
   const VirtualUsage& usage() const { return usage_; }
 
@@ -114,9 +119,10 @@ class VirtualMemory {
   Reservations::iterator reservation_at(uintptr_t address);
   Reservations::const_iterator reservation_at(uintptr_t address) const;
 
-  // False when the range leaves what is mapped, or `visit` is.
+  // False when the range leaves what is mapped or may not go on, or `visit` is.
   template <typename Visit>
-  bool each_mapping(uintptr_t address, size_t bytes, Visit visit) const;
+  bool each_mapping(uintptr_t address, size_t bytes, Crossing crossing,
+                    Visit visit) const;
 
   // The first mapping and the one past the last, if whole mappings fill the range.
   static std::optional<std::pair<Mappings::iterator, Mappings::iterator>> whole(

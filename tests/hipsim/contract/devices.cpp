@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <cstdio>
 #include <thread>
 
 #include "contract.h"
@@ -120,6 +123,49 @@ CASE(devices, attributes_make_sense, "HIP 7.1 header, hipDeviceAttribute_t",
         hipDeviceAttributeUnifiedAddressing, hipDeviceAttributeIntegrated}) {
     const int value = attribute(yes_or_no);
     EXPECT(value == 0 || value == 1);
+  }
+}
+
+CASE(devices, where_a_device_sits,
+     "hip-tests device/hipDeviceGetPCIBusId.cc; clr hip_device_runtime.cpp",
+     hipDeviceGetPCIBusId) {
+  std::string before;
+  for (int device = 0; device < device_count(); ++device) {
+    std::array<char, 20> text{};
+    REQUIRE_OK(hipDeviceGetPCIBusId(text.data(), 13, device));
+    EXPECT_EQ(std::string(text.data()).size(), size_t{12});
+    unsigned domain = 0;
+    unsigned bus = 0;
+    unsigned slot = 0;
+    unsigned function = 0;
+    EXPECT_EQ(
+        std::sscanf(text.data(), "%4x:%2x:%2x.%1x", &domain, &bus, &slot, &function),
+        4);
+    int told = -1;
+    EXPECT_OK(hipDeviceGetAttribute(&told, hipDeviceAttributePciBusId, device));
+    EXPECT_EQ(static_cast<int>(bus), told);
+    EXPECT(text.data() != before);
+    before = text.data();
+  }
+}
+
+CASE(devices, where_a_device_sits_in_too_little_room,
+     "hip-tests device/hipDeviceGetPCIBusId.cc; clr hip_device_runtime.cpp",
+     hipDeviceGetPCIBusId) {
+  std::array<char, 20> text{};
+  EXPECT_ERROR(hipDeviceGetPCIBusId(nullptr, 20, 0), hipErrorInvalidValue);
+  EXPECT_ERROR(hipDeviceGetPCIBusId(text.data(), 20, -1), hipErrorInvalidDevice);
+  EXPECT_ERROR(hipDeviceGetPCIBusId(text.data(), 20, device_count()),
+               hipErrorInvalidDevice);
+  REQUIRE_OK(hipDeviceGetPCIBusId(text.data(), 20, 0));
+  const std::string whole = text.data();
+  for (const int length : {0, 1, 6, 12}) {
+    text.fill('#');
+    EXPECT_ERROR(hipDeviceGetPCIBusId(text.data(), length, 0), hipErrorInvalidValue);
+    const auto kept = static_cast<size_t>(std::max(length - 1, 0));
+    EXPECT_EQ(std::string(text.data(), kept), whole.substr(0, kept));
+    EXPECT_EQ(std::string(text.data() + length, 20 - length),
+              std::string(20 - length, '#'));
   }
 }
 

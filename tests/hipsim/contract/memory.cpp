@@ -195,6 +195,26 @@ CASE(memory, host_free_waits_for_the_null_stream, "hip-tests memory/hipFree.cc",
   EXPECT_OK(hipStreamQuery(nullptr));
 }
 
+CASE(memory, locked_memory_can_have_a_limit, "none: the simulator's own", hipHostMalloc,
+     hipHostRegister) {
+  if (!simulated()) SKIP("needs the simulator's switch");
+  Pages pages(2 * 4096);
+  void* pointer = nullptr;
+  set_switch("max_locked_bytes", 2 * 4096);
+  {
+    HostMemory host(4096, hipHostMallocPortable);
+    EXPECT_ERROR(hipHostMalloc(&pointer, 2 * 4096, hipHostMallocPortable),
+                 hipErrorOutOfMemory);
+    EXPECT_ERROR(hipHostRegister(pages.get(), 2 * 4096, hipHostRegisterPortable),
+                 hipErrorOutOfMemory);
+    EXPECT_OK(hipHostRegister(pages.get(), 4096, hipHostRegisterPortable));
+    EXPECT_ERROR(hipHostMalloc(&pointer, 1, hipHostMallocPortable),
+                 hipErrorOutOfMemory);
+  }
+  HostMemory again(4096, hipHostMallocPortable);
+  EXPECT_OK(hipHostUnregister(pages.get()));
+}
+
 // --- registration --------------------------------------------------------------------
 
 CASE(memory, registered_with_every_flag, "hip-tests memory/hipHostRegister.cc",
@@ -289,9 +309,9 @@ CASE(memory, a_copy_stays_in_one_registration, "clr hip_memory.cpp", hipMemcpy,
                    expected);
       EXPECT_ERROR(batch(device, host, bytes), expected);
       EXPECT_ERROR(batch(host, device, bytes), expected);
+      EXPECT_OK(hipStreamSynchronize(stream));
     }
   }
-  EXPECT_OK(hipStreamSynchronize(stream));
 }
 
 CASE(memory, unregister_waits_for_the_device, "clr hip_memory.cpp", hipHostUnregister) {

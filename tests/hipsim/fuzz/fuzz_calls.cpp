@@ -833,6 +833,7 @@ void Program::copy_batch() {
 
 void Program::ask(uint8_t call) {
   int value = 0;
+  char text[16];
   size_t bytes = 0;
   size_t total = 0;
   switch (call % 8) {
@@ -857,6 +858,7 @@ void Program::ask(uint8_t call) {
     case 4:
       hipDeviceGetAttribute(
           out(&value), static_cast<hipDeviceAttribute_t>(reader_.byte()), any_device());
+      hipDeviceGetPCIBusId(out(text), reader_.byte() % (sizeof text + 1), any_device());
       break;
     case 5:
       hipDeviceGetStreamPriorityRange(out(&value), out(&value));
@@ -873,12 +875,12 @@ void Program::ask(uint8_t call) {
 }
 
 void Program::control(uint8_t call) {
-  constexpr const char* kSwitches[] = {
-      "corrupt_loads",        "host_device_pointers",
-      "one_mapping_copies",   "host_reads",
-      "copy_latency_us",      "fill_latency_us",
-      "stale_memory",         "no_such_switch",
-      "ignore_address_hints", "max_registration_bytes"};
+  constexpr const char* kSwitches[] = {"corrupt_loads",        "host_device_pointers",
+                                       "one_mapping_copies",   "host_reads",
+                                       "copy_latency_us",      "fill_latency_us",
+                                       "stale_memory",         "no_such_switch",
+                                       "ignore_address_hints", "max_registration_bytes",
+                                       "max_locked_bytes",     "locked_memory"};
   hipsim_stat stats[3];
   switch (call % 4) {
     case 0:

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/address_space.h"
 
+#include <sys/resource.h>
+
 #include <cstring>
 #include <map>
 #include <random>
@@ -19,8 +21,8 @@ constexpr size_t kVram = 64 * kPage;
 constexpr size_t kWindow = size_t{256} << 30;  // the least, whatever the memory
 
 Error locate(const AddressSpace& memory, const void* pointer, size_t bytes,
-             Place* place, bool one_mapping = false) {
-  return memory.locate(pointer, bytes, one_mapping, place);
+             Place* place, Crossing crossing = Crossing::kMappings) {
+  return memory.locate(pointer, bytes, crossing, place);
 }
 
 void* allocate(AddressSpace& memory, int device, size_t bytes) {
@@ -292,6 +294,75 @@ TEST(a_registration_has_a_limit_if_there_is_one) {
   CHECK_OK(memory.register_host(base + 100, 900, false));
 }
 
+TEST(locked_memory_may_have_a_limit) {
+  AddressSpace memory(1, kVram);
+  std::vector<char> buffer(1000);
+  char* base = buffer.data();
+  void* locked = nullptr;
+  Place place;
+  memory.limit_locked_memory(100);
+  CHECK_ERROR(memory.register_host(base, 101, false), kOutOfMemory);
+  CHECK_ERROR(memory.allocate_host(101, &locked), kOutOfMemory);
+  CHECK_OK(memory.register_host(base, 60, false));
+  CHECK_ERROR(memory.allocate_host(41, &locked), kOutOfMemory);
+  CHECK_OK(memory.allocate_host(40, &locked));
+  CHECK_OK(locate(memory, locked, 40, &place));
+  CHECK(place.allocated);
+  CHECK_OK(locate(memory, base, 60, &place));
+  CHECK(!place.allocated);
+  CHECK_ERROR(memory.register_host(base + 60, 1, false), kOutOfMemory);
+  CHECK_EQ(memory.usage().registered_bytes + memory.usage().host_allocation_bytes, 100);
+
+  // What is forgotten is locked until it is unmapped.
+  const auto registration = memory.forget_registration(base);
+  CHECK_ERROR(memory.allocate_host(1, &locked), kOutOfMemory);
+  memory.unmap(*registration);
+  CHECK_OK(memory.register_host(base, 60, true));
+  CHECK_ERROR(memory.register_host(base + 60, 1, false), kOutOfMemory);
+  memory.unmap(*memory.forget_host_allocation(locked));
+  CHECK_OK(memory.register_host(base + 60, 40, false));
+
+  // A limit below what is there already refuses all, and takes nothing away.
+  memory.limit_locked_memory(10);
+  CHECK_ERROR(memory.allocate_host(1, &locked), kOutOfMemory);
+  CHECK_OK(locate(memory, base, 60, &place));
+  memory.limit_locked_memory(std::nullopt);
+  CHECK_OK(memory.register_host(base + 100, 900, false));
+}
+
+TEST(the_process_may_have_a_limit_of_locked_memory) {
+  AddressSpace memory(1, kVram);
+  std::vector<char> buffer(3 * kPage);
+  const auto set_limit = [](rlim_t bytes) {
+    rlimit limit{};
+    CHECK(getrlimit(RLIMIT_MEMLOCK, &limit) == 0);
+    limit.rlim_cur = bytes;
+    CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0);
+  };
+  const auto lock = [&](size_t bytes) {
+    const Error error = memory.register_host(buffer.data(), bytes, false);
+    if (error == Error::kSuccess) {
+      memory.unmap(*memory.forget_registration(buffer.data()));
+    }
+    return error;
+  };
+  set_limit(kPage);
+  CHECK_OK(lock(2 * kPage));
+  memory.limit_locked_memory_by_rlimit(true);
+  CHECK_OK(lock(kPage));
+  CHECK_ERROR(lock(kPage + 1), kOutOfMemory);
+  void* locked = nullptr;
+  CHECK_ERROR(memory.allocate_host(kPage + 1, &locked), kOutOfMemory);
+  memory.limit_locked_memory(100);
+  CHECK_ERROR(lock(101), kOutOfMemory);
+  memory.limit_locked_memory(3 * kPage);
+  CHECK_ERROR(lock(kPage + 1), kOutOfMemory);
+  set_limit(0);
+  CHECK_ERROR(lock(1), kOutOfMemory);
+  memory.limit_locked_memory_by_rlimit(false);
+  CHECK_OK(lock(2 * kPage));
+}
+
 TEST(aliases_give_their_addresses_back) {
   AddressSpace memory(1, kVram);
   narrow_window(memory, 3 * kPage);
@@ -324,10 +395,11 @@ TEST(mappings_are_located_one_by_one_or_together) {
   CHECK_OK(locate(memory, at(pointer, 10), 2 * kPage - 10, &place));
   CHECK(place.kind == MemoryKind::kVirtual && place.device == 0 && place.on_device());
   CHECK(place.base == base && place.bytes == kPage);
-  CHECK_ERROR(locate(memory, at(pointer, 10), 2 * kPage - 10, &place, true),
+  constexpr auto kOne = Crossing::kNothing;
+  CHECK_ERROR(locate(memory, at(pointer, 10), 2 * kPage - 10, &place, kOne),
               kInvalidValue);
-  CHECK_OK(locate(memory, at(pointer, 10), kPage - 10, &place, true));
-  CHECK_OK(locate(memory, at(pointer, kPage), kPage, &place, true));
+  CHECK_OK(locate(memory, at(pointer, 10), kPage - 10, &place, kOne));
+  CHECK_OK(locate(memory, at(pointer, kPage), kPage, &place, kOne));
   CHECK_EQ(place.device, 1);
   CHECK_ERROR(locate(memory, pointer, 2 * kPage + 1, &place), kInvalidValue);
   CHECK_ERROR(locate(memory, at(pointer, 2 * kPage), 1, &place), kInvalidValue);

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "machine.h"
@@ -106,8 +107,9 @@ TEST(switches_are_known_by_name_and_checked) {
     CHECK(machine->set_switch(name, 1) && machine->set_switch(name, -1));
     CHECK(machine->set_switch(name, 0));
   }
-  for (const char* name : {"copy_latency_us", "fill_latency_us", "stale_memory",
-                           "max_registration_bytes"}) {
+  for (const char* name :
+       {"copy_latency_us", "fill_latency_us", "stale_memory", "max_registration_bytes",
+        "max_locked_bytes", "locked_memory"}) {
     CHECK(machine->set_switch(name, 1) && machine->set_switch(name, 0));
     CHECK(!machine->set_switch(name, -1));
   }
@@ -118,6 +120,7 @@ TEST(switches_are_known_by_name_and_checked) {
   CHECK(!machine->set_switch("host_reads", 2) &&
         !machine->set_switch("host_reads", -1));
   CHECK(!machine->set_switch("stale_memory", 3));
+  CHECK(!machine->set_switch("locked_memory", 2));
   CHECK(!machine->set_switch("", 1) && !machine->set_switch("corrupt", 1));
 }
 
@@ -390,6 +393,96 @@ TEST(a_copy_across_mappings_is_flat_and_refused_by_a_switch) {
   CHECK(machine->set_switch("one_mapping_copies", 1));
   CHECK_ERROR(machine.copy_now(base, host.data(), 2 * kPage), kInvalidValue);
   CHECK_OK(machine.copy_now(base + kPage, host.data(), kPage));
+}
+
+TEST(a_copy_across_reservations_is_for_releases_that_let_it) {
+  for (const Profile& release : profiles()) {
+    Machine machine(release.name);
+    const size_t piece = release.granularity;
+    char* base = machine.reserve(piece);
+    void* next = nullptr;
+    CHECK_OK(machine->reserve(piece, 0, base + piece, &next));
+    CHECK(next == base + piece);
+    machine.map(base, piece);
+    machine.map(base + piece, piece);
+    std::vector<unsigned char> host(16, 5);
+    char* across = base + piece - 8;
+    const auto expect = [&](Error error) {
+      CHECK(machine.copy_now(across, host.data(), 16) == error);
+      CHECK(machine.copy_now(host.data(), across, 16) == error);
+      CHECK(machine.fill(across, 7, 16, 0) == error);
+    };
+    expect(release.copies_cross == Crossing::kReservations ? Error::kSuccess
+                                                           : Error::kInvalidValue);
+    CHECK(machine->set_switch("one_mapping_copies", 1));
+    expect(Error::kInvalidValue);
+    CHECK_OK(machine->synchronize_device(machine.me));
+  }
+}
+
+TEST(a_reservation_that_goes_under_a_copy_is_a_fault) {
+  Machine machine("cuda-13.0");
+  const size_t piece = machine->profile().granularity;
+  char* base = machine.reserve(piece);
+  void* next = nullptr;
+  CHECK_OK(machine->reserve(piece, 0, base + piece, &next));
+  machine.map(base, piece);
+  machine.map(base + piece, piece);
+  std::vector<unsigned char> host(16, 5);
+  machine.registered(host);
+  const Handle stream = machine.stream();
+  CHECK(machine->set_switch("copy_latency_us", 50'000));
+  CHECK_OK(machine.copy(base + piece - 8, host.data(), 16, stream));
+  CHECK_OK(machine->unmap(machine.me, base + piece, piece));
+  CHECK_OK(machine.finish(stream));
+  CHECK_ERROR(machine->gpu_error(), kLaunchFailed);
+  CHECK_EQ(machine.stat("host_copies.registered.h2d"), 0);
+}
+
+TEST(copies_are_counted_by_the_hosts_side) {
+  Machine machine;
+  constexpr size_t kBytes = 64;
+  void* device = machine.allocate(2 * kBytes);
+  std::vector<unsigned char> pageable(kBytes);
+  std::vector<unsigned char> registered(kBytes);
+  machine.registered(registered);
+  void* allocated = nullptr;
+  CHECK_OK(machine->allocate_host(machine.me, kBytes, &allocated));
+  CHECK(machine->set_switch("host_device_pointers", 1));
+  std::vector<unsigned char> aliased(kBytes);
+  machine.registered(aliased);
+  void* alias = nullptr;
+  CHECK_OK(machine->device_pointer(aliased.data(), &alias));
+  CHECK(alias != aliased.data());
+  struct Kind {
+    const char* name;
+    void* host;
+  };
+  const Kind kinds[] = {{"pageable", pageable.data()},
+                        {"registered", registered.data()},
+                        {"allocated", allocated},
+                        {"registered", alias}};
+  for (const Kind& kind : kinds) {
+    machine->reset(nullptr);
+    CHECK_OK(machine.copy_now(device, kind.host, kBytes));
+    CHECK_OK(machine.copy_now(kind.host, device, kBytes / 2));
+    for (const char* name : {"pageable", "registered", "allocated"}) {
+      const bool own = std::string_view(name) == kind.name;
+      const std::string memory = std::string(name) + ".";
+      CHECK_EQ(machine.stat("host_copies." + memory + "h2d"), own ? 1 : 0);
+      CHECK_EQ(machine.stat("host_copies." + memory + "d2h"), own ? 1 : 0);
+      CHECK_EQ(machine.stat("host_bytes." + memory + "h2d"), own ? kBytes : 0);
+      CHECK_EQ(machine.stat("host_bytes." + memory + "d2h"), own ? kBytes / 2 : 0);
+    }
+  }
+  machine->reset(nullptr);
+  CHECK_OK(machine.copy_now(registered.data(), allocated, kBytes));
+  CHECK_OK(machine.copy_now(at(device, kBytes), device, kBytes));
+  CHECK_OK(machine->synchronize_device(machine.me));
+  for (const char* name : {"pageable", "registered", "allocated"}) {
+    CHECK_EQ(machine.stat(std::string("host_copies.") + name + ".h2d"), 0);
+    CHECK_EQ(machine.stat(std::string("host_copies.") + name + ".d2h"), 0);
+  }
 }
 
 // --- capture -----------------------------------------------------------------------

@@ -862,7 +862,8 @@ class Hammer {
     constexpr const char* kSwitches[] = {
         "corrupt_loads",        "host_device_pointers", "one_mapping_copies",
         "ignore_address_hints", "copy_latency_us",      "fill_latency_us",
-        "host_reads",           "stale_memory",         "max_registration_bytes"};
+        "host_reads",           "stale_memory",         "max_registration_bytes",
+        "max_locked_bytes",     "locked_memory"};
     switch (random() % 4) {
       case 0:
         machine_->reset(find_profile(kReleases[random() % 6]));

@@ -184,6 +184,46 @@ TEST(neighbouring_mappings_cover_a_range_of_one_reservation) {
   CHECK(!memory->covers(base, 1) && memory->covers(base + kPage, 3 * kPage));
 }
 
+TEST(ranges_run_over_the_ends_that_they_may) {
+  Memory memory;
+  const uintptr_t base = memory.reserve(2);
+  const uintptr_t next = memory.reserve(3);
+  CHECK_EQ(next, base + 2 * kPage);
+  memory.map(base, 1);
+  memory.map(base + kPage, 1);
+  memory.map(next, 2);
+  struct Range {
+    size_t offset;
+    size_t bytes;
+    bool runs[3];  // over nothing, mappings' ends, reservations' ends
+  };
+  constexpr Range kRanges[] = {
+      {0, kPage, {true, true, true}},
+      {5, kPage - 5, {true, true, true}},
+      {0, kPage + 1, {false, true, true}},
+      {kPage - 1, 2, {false, true, true}},
+      {0, 2 * kPage, {false, true, true}},
+      {2 * kPage, 2 * kPage, {true, true, true}},
+      {2 * kPage - 1, 2, {false, false, true}},
+      {0, 4 * kPage, {false, false, true}},
+      {0, 4 * kPage + 1, {false, false, false}},
+      {4 * kPage, 1, {false, false, false}},
+  };
+  CHECK_OK(memory->set_access(base, 2 * kPage, {{0, Access::kRead}}));
+  CHECK_OK(memory->set_access(next, 2 * kPage, {{0, Access::kReadWrite}}));
+  for (const Range& range : kRanges) {
+    for (const int over : {0, 1, 2}) {
+      const auto crossing = static_cast<Crossing>(over);
+      const uintptr_t address = base + range.offset;
+      const bool runs = range.runs[over];
+      CHECK(memory->covers(address, range.bytes, crossing) == runs);
+      CHECK(memory->permits(address, range.bytes, 0, false, crossing) == runs);
+      const bool writes = runs && address >= next;
+      CHECK(memory->permits(address, range.bytes, 0, true, crossing) == writes);
+    }
+  }
+}
+
 // --- handles -----------------------------------------------------------------------
 
 TEST(memory_lives_as_long_as_something_names_it) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <array>
+#include <cstdio>
 
 #include "contract.h"
 
@@ -93,6 +94,42 @@ CASE(devices, attributes, kReference, cuDeviceGetAttribute) {
   }
   EXPECT(get(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 7);
   EXPECT(get(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR) >= 0);
+}
+
+CASE(devices, where_a_device_sits, "CUDA Driver API, Device Management",
+     cuDeviceGetPCIBusId) {
+  std::string before;
+  for (int device = 0; device < kVendor.count_devices(); ++device) {
+    std::array<char, 20> text{};
+    REQUIRE_OK(cuDeviceGetPCIBusId(text.data(), 13, device));
+    EXPECT_EQ(std::string(text.data()).size(), size_t{12});
+    unsigned domain = 0;
+    unsigned bus = 0;
+    unsigned slot = 0;
+    unsigned function = 0;
+    EXPECT_EQ(
+        std::sscanf(text.data(), "%4x:%2x:%2x.%1x", &domain, &bus, &slot, &function),
+        4);
+    EXPECT_EQ(static_cast<int>(bus), attribute(CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, device));
+    EXPECT_EQ(static_cast<int>(domain),
+              attribute(CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, device));
+    EXPECT(text.data() != before);
+    before = text.data();
+  }
+}
+
+// What a driver does where the text does not fit is not said.
+CASE(devices, where_no_device_sits, "CUDA Driver API, Device Management",
+     cuDeviceGetPCIBusId) {
+  std::array<char, 20> text{};
+  EXPECT_ERROR(cuDeviceGetPCIBusId(nullptr, 13, 0), CUDA_ERROR_INVALID_VALUE);
+  EXPECT_ERROR(cuDeviceGetPCIBusId(text.data(), 0, 0), CUDA_ERROR_INVALID_VALUE);
+  EXPECT_ERROR(cuDeviceGetPCIBusId(text.data(), 13, -1), CUDA_ERROR_INVALID_DEVICE);
+  EXPECT_ERROR(cuDeviceGetPCIBusId(text.data(), 13, kVendor.count_devices()),
+               CUDA_ERROR_INVALID_DEVICE);
+  if (simulated()) {
+    EXPECT_ERROR(cuDeviceGetPCIBusId(text.data(), 12, 0), CUDA_ERROR_INVALID_VALUE);
+  }
 }
 
 CASE(devices, attributes_that_do_not_exist, kReference, cuDeviceGetAttribute) {

@@ -154,6 +154,27 @@ CASE(memory, host_allocations, kReference, cuMemHostAlloc, cuMemFreeHost) {
   EXPECT_ERROR(cuMemHostAlloc(&pointer, size_t{1} << 60, 0), CUDA_ERROR_OUT_OF_MEMORY);
 }
 
+CASE(memory, locked_memory_can_have_a_limit, "none: the simulator's own",
+     cuMemHostAlloc, cuMemHostRegister_v2) {
+  if (!simulated()) SKIP("a switch of the simulator");
+  const Pages pages(2 * 4096);
+  void* pointer = nullptr;
+  set_switch("max_locked_bytes", 2 * 4096);
+  {
+    HostMemory host(4096, CU_MEMHOSTALLOC_PORTABLE);
+    EXPECT_ERROR(cuMemHostAlloc(&pointer, 2 * 4096, CU_MEMHOSTALLOC_PORTABLE),
+                 CUDA_ERROR_OUT_OF_MEMORY);
+    EXPECT_ERROR(
+        cuMemHostRegister_v2(pages.get(), 2 * 4096, CU_MEMHOSTREGISTER_PORTABLE),
+        CUDA_ERROR_OUT_OF_MEMORY);
+    EXPECT_OK(cuMemHostRegister_v2(pages.get(), 4096, CU_MEMHOSTREGISTER_PORTABLE));
+    EXPECT_ERROR(cuMemHostAlloc(&pointer, 1, CU_MEMHOSTALLOC_PORTABLE),
+                 CUDA_ERROR_OUT_OF_MEMORY);
+  }
+  HostMemory again(4096, CU_MEMHOSTALLOC_PORTABLE);
+  EXPECT_OK(cuMemHostUnregister(pages.get()));
+}
+
 CASE(memory, host_frees_that_are_refused, kReference, cuMemFreeHost) {
   EXPECT_OK(cuMemFreeHost(nullptr));
   HostMemory host(8192);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <csignal>
 
 #include "contract.h"
@@ -406,6 +407,43 @@ CASE(virtual_memory, a_mapping_across_two_reservations, kReference, cuMemMap) {
   const CUresult result = cuMemMap(first.get(), 2 * piece, 0, memory, 0);
   EXPECT_ERROR(result, kInvalid);
   if (result == CUDA_SUCCESS) EXPECT_OK(cuMemUnmap(first.get(), 2 * piece));
+}
+
+// Each with memory of its own, side by side.
+CASE(virtual_memory, a_copy_across_two_reservations, kDriver, cuMemcpyHtoDAsync_v2,
+     cuMemcpyDtoHAsync_v2, cuMemsetD8Async) {
+  const size_t piece = granularity();
+  Reservation first(piece);
+  Reservation second(piece, 0, first.get() + piece);
+  if (second.get() != first.get() + piece) SKIP("the hint was not met");
+  Physical memory(piece);
+  Physical other(piece);
+  REQUIRE_OK(cuMemMap(first.get(), piece, 0, memory, 0));
+  REQUIRE_OK(cuMemMap(second.get(), piece, 0, other, 0));
+  EXPECT_OK(set_access(first.get(), piece, access(0)));
+  EXPECT_OK(set_access(second.get(), piece, access(0)));
+  RegisteredMemory host(2 * piece);
+  const Bytes bytes = random_bytes(2 * piece, 1);
+  std::copy(bytes.begin(), bytes.end(), host.at(0));
+  Stream stream;
+  EXPECT_OK(cuMemcpyHtoDAsync_v2(first.get(), host.get(), 2 * piece, stream));
+  EXPECT_OK(cuStreamSynchronize(stream));
+  std::fill_n(host.at(0), 2 * piece, 0);
+  EXPECT_OK(cuMemcpyDtoHAsync_v2(host.get(), first.get(), 2 * piece, stream));
+  EXPECT_OK(cuStreamSynchronize(stream));
+  EXPECT_BYTES(host.at(0), bytes);
+  EXPECT_OK(cuMemsetD8Async(first.at(piece - 64), 7, 128, stream));
+  EXPECT_OK(cuMemcpyDtoHAsync_v2(host.get(), first.at(piece - 64), 128, stream));
+  EXPECT_OK(cuStreamSynchronize(stream));
+  EXPECT_BYTES(host.at(0), Bytes(128, 7));
+  set_switch("one_mapping_copies", 1);
+  if (simulated()) {
+    EXPECT_ERROR(cuMemcpyHtoDAsync_v2(first.get(), host.get(), 2 * piece, stream),
+                 kInvalid);
+    EXPECT_ERROR(cuMemsetD8Async(first.at(piece - 64), 7, 128, stream), kInvalid);
+  }
+  EXPECT_OK(cuMemUnmap(first.get(), piece));
+  EXPECT_OK(cuMemUnmap(second.get(), piece));
 }
 
 CASE(virtual_memory, unmapped_in_part, kReference, cuMemUnmap) {
