@@ -31,7 +31,10 @@
 
 #include "gpu/driver_api.h"
 #include "memory/host_arena.h"
+#include "memory/numa.h"
+#include "memory/progress.h"
 #include "memory/range_table.h"
+#include "memory/transfer.h"
 #include "python/lock.h"
 
 namespace py = pybind11;
@@ -41,6 +44,7 @@ namespace {
 using gpu::Address;
 using gpu::Driver;
 using memory::HostArena;
+using memory::Progress;
 using memory::RangeTable;
 using python::or_hang;
 using python::Unlocked;
@@ -253,30 +257,55 @@ void* allocate(ssize_t size, int device) {
 
 // --- the module's types --------------------------------------------------------------
 
-struct ArenaDeleter {
-  void operator()(HostArena* arena) const {
-    const Unlocked unlocked;
-    delete arena;
-  }
-};
+// What the last reference to an arena gives back is given back without Python's lock.
+std::shared_ptr<HostArena> released_without_lock(std::shared_ptr<HostArena> arena) {
+  HostArena* const pointer = arena.get();
+  return {pointer, [arena = std::move(arena)](HostArena*) mutable {
+            const Unlocked unlocked;
+            arena.reset();
+          }};
+}
 
-using ArenaHolder = std::unique_ptr<HostArena, ArenaDeleter>;
-
-ArenaHolder make_arena(py::ssize_t size) {
+std::shared_ptr<HostArena> make_arena(py::ssize_t size, py::ssize_t piece_size,
+                                      std::optional<int> node) {
   if (size <= 0) {
     throw py::value_error("a host arena has at least one byte, not " +
                           std::to_string(size));
   }
+  if (piece_size <= 0) {
+    throw py::value_error("a piece of a host arena has whole pages, not " +
+                          std::to_string(piece_size) + " bytes");
+  }
+  if (node && *node < 0) {
+    throw py::value_error("there is no NUMA node " + std::to_string(*node));
+  }
   const auto bytes = static_cast<size_t>(size);
   try {
-    return without_lock(
-        [&] { return ArenaHolder(new HostArena(bytes, ranges().a_device())); });
+    return released_without_lock(without_lock(
+        [&] { return HostArena::make(bytes, static_cast<size_t>(piece_size), node); }));
   } catch (const std::bad_alloc&) {
     const std::string text =
-        "the machine has no " + gpu::format_bytes(bytes) + " of host memory";
+        "the kernel refuses addresses for " + gpu::format_bytes(bytes) +
+        " of host memory. They count against the limit on the address space "
+        "(RLIMIT_AS, ulimit -v), and with vm.overcommit_memory=2 against what the "
+        "kernel commits to: raise it";
     PyErr_SetString(PyExc_MemoryError, text.c_str());
     throw py::error_already_set();
   }
+}
+
+memory::TransferOptions transfer_options(const std::shared_ptr<Progress>& progress,
+                                         size_t threads, size_t window) {
+  if (window == 0) throw py::value_error("a window has at least one byte");
+  return {progress.get(), threads, window};
+}
+
+std::optional<int> numa_node(int device) {
+  return without_lock([&]() -> std::optional<int> {
+    std::string bus_id;
+    if (!Driver::get().bus_id(device, &bus_id).ok()) return std::nullopt;
+    return memory::numa_node(bus_id);
+  });
 }
 
 PyObject* driver_error = nullptr;
@@ -322,9 +351,8 @@ void define_errors(py::module_& module) {
   driver_error = make_error_type(
       module, "DriverError", PyExc_RuntimeError,
       "A call of the GPU driver failed: `call`, `error_name`, `error_number`, and as "
-      "far "
-      "as known `device`, `size` (bytes asked for), `free` and `total` (bytes of the "
-      "device's memory).");
+      "far as known `device`, `size` (bytes asked for), `free` and `total` (bytes of "
+      "the device's memory).");
   for (const char* const name : {"device", "size", "free", "total"}) {
     py::reinterpret_borrow<py::object>(driver_error).attr(name) = py::none();
   }
@@ -447,29 +475,57 @@ PYBIND11_MODULE(cumem_allocator, module) {
       },
       py::arg("ptrs"),
       "Takes the memory of ranges away and keeps their addresses, when the work of "
-      "their "
-      "devices is done. Raises DriverError: either no range has changed, or all are "
-      "unmapped, and what the driver did not take back is tried again later "
+      "their devices is done. Raises DriverError: either no range has changed, or all "
+      "are unmapped, and what the driver did not take back is tried again later "
       "(`is_mapped` tells). RuntimeError for addresses that were taken.");
+  py::class_<Progress, std::shared_ptr<Progress>>(
+      module, "Progress", py::module_local(),
+      "How far a transfer is, for another thread to look at while it runs.")
+      .def(py::init<>())
+      .def_property_readonly(
+          "started", [](const Progress& progress) { return progress.started.load(); },
+          "A transfer has begun and let go of Python's lock: whoever keeps the lock "
+          "now keeps nobody from copying.")
+      .def_property_readonly(
+          "done", [](const Progress& progress) { return progress.done.load(); },
+          "Bytes that are copied; fills do not count.");
   module.def(
       "back_up",
-      [](const std::vector<RangeTable::Copy>& copies) {
-        without_lock([&] { ranges().copy_out(Driver::get(), copies); });
+      [](const std::vector<RangeTable::Copy>& copies,
+         const std::shared_ptr<Progress>& progress, size_t threads, size_t window) {
+        const auto options = transfer_options(progress, threads, window);
+        without_lock([&] {
+          if (progress != nullptr) progress->started = true;
+          ranges().copy_out(Driver::get(), copies, options);
+        });
       },
-      py::arg("copies"),
+      py::arg("copies"), py::arg("progress") = py::none(), py::arg("threads") = 0,
+      py::arg("window") = memory::TransferOptions::kWindow,
       "Copies (device address, bytes, host address) from the device to the host, and "
-      "waits. Raises DriverError, ValueError for what is in no range, RuntimeError for "
-      "what is not mapped.");
+      "waits. Pieces of arenas that are not ready are prepared by up to `threads` "
+      "threads, 0 for three quarters of the CPUs, 1 to 12. At most `window` bytes "
+      "are queued on a stream. Raises DriverError, ValueError for what is in no range "
+      "and RuntimeError for what is not mapped; pieces that have become ready stay so "
+      "then. Raises MemoryError where the host has no memory left, and gives back what "
+      "it has newly taken.");
   module.def(
       "restore",
       [](const std::vector<RangeTable::Copy>& copies,
-         const std::vector<RangeTable::Fill>& zeros) {
-        without_lock([&] { ranges().copy_in(Driver::get(), copies, zeros); });
+         const std::vector<RangeTable::Fill>& zeros,
+         const std::shared_ptr<Progress>& progress, size_t window) {
+        const auto options = transfer_options(progress, 0, window);
+        without_lock([&] {
+          if (progress != nullptr) progress->started = true;
+          ranges().copy_in(Driver::get(), copies, zeros, options);
+        });
       },
-      py::arg("copies"), py::arg("zeros"),
+      py::arg("copies"), py::arg("zeros"), py::arg("progress") = py::none(),
+      py::arg("window") = memory::TransferOptions::kWindow,
       "Copies (device address, bytes, host address) from the host to the device, "
-      "zeroes "
-      "(device address, bytes), and waits. Raises what `back_up` does.");
+      "zeroes (device address, bytes), and waits. Raises what `back_up` does.");
+  module.def("numa_node", &numa_node, py::arg("device"),
+             "The NUMA node next to a device, or None where it is not known. Raises "
+             "DriverNotFoundError.");
   module.def(
       "free",
       [](Address address) {
@@ -511,23 +567,67 @@ PYBIND11_MODULE(cumem_allocator, module) {
       "ranges", [] { return without_lock([] { return ranges().addresses(); }); },
       "The addresses of all live ranges.");
 
-  py::class_<HostArena, ArenaHolder>(
+  py::class_<HostArena, std::shared_ptr<HostArena>>(
       module, "HostArena", py::module_local(), py::buffer_protocol(),
-      "Page-locked host memory of exact size, for as long as somebody refers to it.")
+      "Host memory of exact size, for as long as somebody refers to it. It costs "
+      "nothing until `back_up` makes pieces of it ready, and registers them.")
       .def(py::init(&make_arena), py::arg("size"),
-           "Raises ValueError for a size below 1 and MemoryError.")
+           py::arg("piece_size") = HostArena::kPieceBytes, py::arg("node") = py::none(),
+           "Bytes, and the NUMA node to take them from as far as it has some. Raises "
+           "ValueError for a size below 1 or pieces that are not of whole pages, and "
+           "MemoryError where the machine refuses the addresses.")
       .def_property_readonly("address",
                              [](const HostArena& arena) {
                                return reinterpret_cast<uintptr_t>(arena.data());
                              })
       .def_property_readonly("size", &HostArena::bytes, "In bytes.")
+      .def_property_readonly("piece_size", &HostArena::piece_bytes, "In bytes.")
+      .def_property_readonly("node", &HostArena::node,
+                             "The NUMA node that is preferred, or None.")
+      .def_property_readonly(
+          "prepared",
+          [](const HostArena& arena) {
+            return without_lock([&] { return arena.prepared(); });
+          },
+          "Bytes of the pieces that are ready.")
+      .def_property_readonly(
+          "registered",
+          [](const HostArena& arena) {
+            return without_lock([&] { return arena.registered(); });
+          },
+          "Bytes of the pieces that the driver has registered.")
+      .def_property_readonly(
+          "huge",
+          [](const HostArena& arena) {
+            return without_lock([&] { return arena.huge(); });
+          },
+          "Bytes that the ready pieces have in huge pages.")
       .def_property_readonly(
           "registration_error",
           [](const HostArena& arena) -> std::optional<std::string> {
-            if (arena.registration_error().empty()) return std::nullopt;
-            return arena.registration_error();
+            const std::string text =
+                without_lock([&] { return arena.registration_error(); });
+            if (text.empty()) return std::nullopt;
+            return text;
           },
-          "Why the driver did not lock the memory, or None.")
+          "The driver's last refusal; None when every ready piece is registered.")
+      .def(
+          "missing",
+          [](const HostArena& arena, size_t offset, size_t size) {
+            return without_lock([&] { return arena.missing(offset, size); });
+          },
+          py::arg("offset"), py::arg("size"),
+          "Bytes that a backup of `size` bytes at `offset` would newly take from the "
+          "host: those of the pieces it touches that are not ready. Raises ValueError.")
+      .def(
+          "release",
+          [](HostArena& arena, size_t offset, size_t size) {
+            return without_lock([&] { return arena.release(offset, size); });
+          },
+          py::arg("offset"), py::arg("size"),
+          "Gives back the memory of the whole pieces within `size` bytes at `offset`, "
+          "and returns how many bytes that are. What was in them is lost. A piece that "
+          "the driver does not unregister stays as it is. Raises ValueError.")
       .def_buffer([](HostArena& arena) {
         return py::buffer_info(reinterpret_cast<uint8_t*>(arena.data()),
                                static_cast<py::ssize_t>(arena.bytes()));

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the simulator with sanitizers, and run its C++ tests and its fuzzer.
 
-The engine's unit tests, the contracts with HIP and CUDA on every release, and some of
-the fuzzer's inputs run twice: under the thread sanitizer, and under the address and
-undefined-behaviour sanitizers. The builds stay in `build/native`, so that the next
-call compiles only what has changed.
+The engine's unit tests, the contracts with HIP and CUDA on every release, some of the
+fuzzer's inputs, and the host memory of sleep mode on both simulators run twice: under
+the thread sanitizer, and under the address and undefined-behaviour sanitizers. The
+builds stay in `build/native`, so that the next call compiles only what has changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,20 @@ SANITIZERS: Mapping[str, str] = {
 }
 """The folders of `build/native`, and what -fsanitize= says there."""
 
-PROGRAMS = ("hipsim_engine_test", "contract", "cuda_contract", "hipsim_fuzz_replay")
+HOST_MEMORY = "host_memory_test"
+PROGRAMS = (
+    "hipsim_engine_test",
+    "contract",
+    "cuda_contract",
+    "hipsim_fuzz_replay",
+    HOST_MEMORY,
+)
+VENDORS: Mapping[str, str] = {
+    "HIP": "hipsim/libamdhip64.so.7",
+    "CUDA": "hipsim-cuda/libcuda.so.1",
+}
+"""Whose drivers are simulated, and where the libraries are in a build."""
+
 FUZZ_INPUTS = 500
 BUILD_DEADLINE_S = 600
 RUN_DEADLINE_S = 300
@@ -126,9 +139,17 @@ def build(sanitizer: str, programs: Sequence[str] = PROGRAMS) -> dict[str, Path]
     return {name: folder / name for name in programs}
 
 
+def host_memory_run(program: Path, vendor: str, case: str) -> Run:
+    """A case of `HOST_MEMORY` on the simulator of one of `VENDORS`."""
+    library = program.parent / VENDORS[vendor]
+    return Run("host memory", f"{vendor}, {case}", (program, library, case))
+
+
 def runs(programs: Mapping[str, Path]) -> list[Run]:
     """What there is to run of a build, what takes longest first."""
-    engine, contract, cuda_contract, replay = (programs[name] for name in PROGRAMS)
+    engine, contract, cuda_contract, replay, host_memory = (
+        programs[name] for name in PROGRAMS
+    )
     return [
         *(
             Run("contract", f"HIP {name}", (contract, "--profile", name))
@@ -136,6 +157,11 @@ def runs(programs: Mapping[str, Path]) -> list[Run]:
         ),
         Run("contract", "CUDA's driver", (cuda_contract,)),
         Run("fuzzer's inputs", f"{FUZZ_INPUTS} seeds", (replay, str(FUZZ_INPUTS))),
+        *(
+            host_memory_run(host_memory, vendor, case)
+            for vendor in VENDORS
+            for case in _call(host_memory, "--list").split()
+        ),
         *(
             Run("engine", case, (engine, case))
             for case in _call(engine, "--list").split()

@@ -20,6 +20,7 @@ using Granularity = unsigned;  // hipMemAllocationGranularity_flags
 using Attribute = unsigned;    // hipDeviceAttribute_t
 
 constexpr Error kSuccess = 0;
+constexpr Error kNotSupported = 801;
 constexpr CopyKind kHostToDevice = 1;
 constexpr CopyKind kDeviceToHost = 2;
 constexpr CopyKind kByAddress = 4;
@@ -31,6 +32,7 @@ constexpr Granularity kGranularityMinimum = 0;
 constexpr Attribute kVirtualMemorySupported = 89;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kHostRegisterPortable = 1;
+constexpr unsigned kHostMallocPortable = 1;
 
 struct MemLocation {
   unsigned type;
@@ -115,6 +117,12 @@ struct Copy3D {
   X(hipHostRegister, Error, (void*, size_t, unsigned))                                \
   X(hipHostUnregister, Error, (void*))
 
+// Those that a driver may lack: what they are for is done without then.
+#define GPU_HIP_OPTIONAL_FUNCTIONS(X)                 \
+  X(hipDeviceGetPCIBusId, Error, (char*, int, int))   \
+  X(hipHostMalloc, Error, (void**, size_t, unsigned)) \
+  X(hipHostFree, Error, (void*))
+
 }  // namespace gpu::hip
 
 namespace gpu::cuda {
@@ -143,6 +151,7 @@ constexpr Attribute kRdmaSupported = 110;
 constexpr Attribute kFabricSupported = 128;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kHostRegisterPortable = 1;
+constexpr unsigned kHostAllocPortable = 1;
 constexpr MemoryType kByAddress = 4;
 
 struct MemLocation {
@@ -248,5 +257,10 @@ struct Copy3D {
   X(cuMemsetD8Async, Error, (Address, unsigned char, size_t, Stream))       \
   X(cuMemHostRegister_v2, Error, (void*, size_t, unsigned))                 \
   X(cuMemHostUnregister, Error, (void*))
+
+#define GPU_CUDA_OPTIONAL_FUNCTIONS(X)                 \
+  X(cuDeviceGetPCIBusId, Error, (char*, int, Device))  \
+  X(cuMemHostAlloc, Error, (void**, size_t, unsigned)) \
+  X(cuMemFreeHost, Error, (void*))
 
 }  // namespace gpu::cuda

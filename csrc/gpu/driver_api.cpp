@@ -70,9 +70,19 @@ class Library {
     }
   }
 
+  // Null where the library lacks it.
+  template <typename Function>
+  void look_up_if_any(Function*& function, const char* name) const {
+    function = reinterpret_cast<Function*>(dlsym(handle_, name));
+  }
+
  private:
   void* handle_;
 };
+
+// The longest name of a device on its bus that is asked for, with its end: domains of
+// more than four digits are known.
+constexpr int kBusIdBytes = 64;
 
 template <typename Function>
 std::string path_of(Function* function) {
@@ -110,11 +120,13 @@ constexpr int kHip713 = 71'300'000;
 
 #define GPU_FUNCTION(name, result, arguments) result(*name) arguments = nullptr;
 #define GPU_LOOK_UP(name, result, arguments) library.look_up(name, #name);
+#define GPU_LOOK_UP_IF_ANY(name, result, arguments) library.look_up_if_any(name, #name);
 
 struct Functions {
-  explicit Functions(const Library& library){GPU_HIP_FUNCTIONS(GPU_LOOK_UP)}
+  explicit Functions(const Library& library){
+      GPU_HIP_FUNCTIONS(GPU_LOOK_UP) GPU_HIP_OPTIONAL_FUNCTIONS(GPU_LOOK_UP_IF_ANY)}
 
-  GPU_HIP_FUNCTIONS(GPU_FUNCTION)
+  GPU_HIP_FUNCTIONS(GPU_FUNCTION) GPU_HIP_OPTIONAL_FUNCTIONS(GPU_FUNCTION)
 };
 
 // An address or a handle.
@@ -151,6 +163,18 @@ class HipDriver final : public Driver {
         status("hipDeviceGetAttribute",
                hip_.hipDeviceGetAttribute(&value, kVirtualMemorySupported, device));
     *answer = asked.ok() && value != 0;
+    return asked;
+  }
+
+  bool copies_across_mappings() const override { return false; }
+
+  Status bus_id(int device, std::string* id) override {
+    constexpr const char* kCall = "hipDeviceGetPCIBusId";
+    if (hip_.hipDeviceGetPCIBusId == nullptr) return {kCall, kNotSupported};
+    char text[kBusIdBytes] = "";
+    const Status asked =
+        status(kCall, hip_.hipDeviceGetPCIBusId(text, kBusIdBytes, device));
+    *id = text;
     return asked;
   }
 
@@ -234,6 +258,18 @@ class HipDriver final : public Driver {
 
   Status unregister_host(void* host) override {
     return status("hipHostUnregister", hip_.hipHostUnregister(host));
+  }
+
+  Status allocate_host(void** host, size_t bytes) override {
+    constexpr const char* kCall = "hipHostMalloc";
+    if (hip_.hipHostMalloc == nullptr || hip_.hipHostFree == nullptr) {
+      return {kCall, kNotSupported};
+    }
+    return status(kCall, hip_.hipHostMalloc(host, bytes, kHostMallocPortable));
+  }
+
+  Status free_host(void* host) override {
+    return status("hipHostFree", hip_.hipHostFree(host));
   }
 
   Status granularity(int device, size_t* bytes) override {
@@ -325,13 +361,15 @@ namespace cuda {
 namespace {
 
 struct Functions {
-  explicit Functions(const Library& library){GPU_CUDA_FUNCTIONS(GPU_LOOK_UP)}
+  explicit Functions(const Library& library){
+      GPU_CUDA_FUNCTIONS(GPU_LOOK_UP) GPU_CUDA_OPTIONAL_FUNCTIONS(GPU_LOOK_UP_IF_ANY)}
 
-  GPU_CUDA_FUNCTIONS(GPU_FUNCTION)
+  GPU_CUDA_FUNCTIONS(GPU_FUNCTION) GPU_CUDA_OPTIONAL_FUNCTIONS(GPU_FUNCTION)
 };
 
 #undef GPU_FUNCTION
 #undef GPU_LOOK_UP
+#undef GPU_LOOK_UP_IF_ANY
 
 class CudaDriver final : public Driver {
  public:
@@ -355,6 +393,19 @@ class CudaDriver final : public Driver {
     const Status found = name_device(device, &named);
     *answer = found.ok() && attribute(kVirtualMemorySupported, named);
     return found;
+  }
+
+  bool copies_across_mappings() const override { return true; }
+
+  Status bus_id(int device, std::string* id) override {
+    constexpr const char* kCall = "cuDeviceGetPCIBusId";
+    if (cuda_.cuDeviceGetPCIBusId == nullptr) return {kCall, kNotSupported};
+    Device named = 0;
+    if (const Status found = name_device(device, &named); !found.ok()) return found;
+    char text[kBusIdBytes] = "";
+    const Error error = cuda_.cuDeviceGetPCIBusId(text, kBusIdBytes, named);
+    *id = text;
+    return {kCall, error};
   }
 
   Status current_place(Place* place) override {
@@ -448,6 +499,18 @@ class CudaDriver final : public Driver {
 
   Status unregister_host(void* host) override {
     return {"cuMemHostUnregister", cuda_.cuMemHostUnregister(host)};
+  }
+
+  Status allocate_host(void** host, size_t bytes) override {
+    constexpr const char* kCall = "cuMemHostAlloc";
+    if (cuda_.cuMemHostAlloc == nullptr || cuda_.cuMemFreeHost == nullptr) {
+      return {kCall, kNotSupported};
+    }
+    return {kCall, cuda_.cuMemHostAlloc(host, bytes, kHostAllocPortable)};
+  }
+
+  Status free_host(void* host) override {
+    return {"cuMemFreeHost", cuda_.cuMemFreeHost(host)};
   }
 
   Status granularity(int device, size_t* bytes) override {

@@ -137,6 +137,15 @@ class Driver {
 
   virtual Status supports_virtual_memory(int device, bool* answer) = 0;
 
+  // One copy may span neighbouring mappings. HIP checks a copy against the object that
+  // holds its first byte, and which of several mappings' objects that is, is not
+  // established.
+  virtual bool copies_across_mappings() const = 0;
+
+  // Where the device is on the PCI bus, as "0000:c1:00.0", in either case. Not
+  // supported by a driver that lacks the function.
+  virtual Status bus_id(int device, std::string* id) = 0;
+
   // Of a status that is not ok; asks the device how much memory is free.
   Failure failure(Status status, const Subject& subject);
 
@@ -164,6 +173,9 @@ class Driver {
   virtual Status zero(Address target, size_t bytes, Stream stream) = 0;
   virtual Status register_host(void* host, size_t bytes) = 0;  // for every device
   virtual Status unregister_host(void* host) = 0;
+  // Page-locked for every device. Not supported by a driver that lacks the functions.
+  virtual Status allocate_host(void** host, size_t bytes) = 0;
+  virtual Status free_host(void* host) = 0;
 
   // --- virtual memory
   // ------------------------------------------------------------------

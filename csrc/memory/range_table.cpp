@@ -128,12 +128,6 @@ std::vector<gpu::Address> RangeTable::addresses() const {
   return addresses;
 }
 
-std::optional<int> RangeTable::a_device() const {
-  const std::lock_guard lock(mutex_);
-  if (ranges_.empty()) return std::nullopt;
-  return ranges_.begin()->second->device();
-}
-
 // --- what has failed before ----------------------------------------------------------
 
 // Of ranges that nobody else is working on. The errors were told when they came first.
@@ -313,7 +307,8 @@ Span span(const VmmRange& range, gpu::Address address, size_t bytes, uintptr_t h
 
 }  // namespace
 
-void RangeTable::copy_out(gpu::Driver& driver, const std::vector<Copy>& copies) {
+void RangeTable::copy_out(gpu::Driver& driver, const std::vector<Copy>& copies,
+                          const TransferOptions& options) {
   const Claim claim(*this, [&] {
     Claim::Ranges found;
     for (const auto& [address, bytes, host] : copies) {
@@ -326,11 +321,12 @@ void RangeTable::copy_out(gpu::Driver& driver, const std::vector<Copy>& copies) 
     spans.push_back(span(*claim.ranges()[spans.size()], address, bytes, host));
   }
   retry(driver);
-  memory::copy_out(driver, spans);
+  memory::copy_out(driver, spans, options);
 }
 
 void RangeTable::copy_in(gpu::Driver& driver, const std::vector<Copy>& copies,
-                         const std::vector<Fill>& zeros) {
+                         const std::vector<Fill>& zeros,
+                         const TransferOptions& options) {
   const Claim claim(*this, [&] {
     Claim::Ranges found;
     for (const auto& [address, bytes, host] : copies) {
@@ -350,7 +346,7 @@ void RangeTable::copy_in(gpu::Driver& driver, const std::vector<Copy>& copies,
     fills.push_back(span(**range++, address, bytes, 0));
   }
   retry(driver);
-  memory::copy_in(driver, spans, fills);
+  memory::copy_in(driver, spans, fills, options);
 }
 
 }  // namespace memory

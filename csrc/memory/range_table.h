@@ -7,7 +7,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <stdexcept>
 #include <tuple>
@@ -73,9 +72,10 @@ class RangeTable {
   // See `suspend` of the Python module.
   void suspend(gpu::Driver& driver, const std::vector<gpu::Address>& addresses);
 
-  void copy_out(gpu::Driver& driver, const std::vector<Copy>& copies);
+  void copy_out(gpu::Driver& driver, const std::vector<Copy>& copies,
+                const TransferOptions& options = {});
   void copy_in(gpu::Driver& driver, const std::vector<Copy>& copies,
-               const std::vector<Fill>& zeros);
+               const std::vector<Fill>& zeros, const TransferOptions& options = {});
 
   // Tries everything again; how much is left, without what is claimed.
   size_t retry(gpu::Driver& driver);
@@ -83,8 +83,6 @@ class RangeTable {
   Entry entry(gpu::Address address) const;
   bool is_mapped(gpu::Address address) const;
   std::vector<gpu::Address> addresses() const;
-  // Some device that has a range.
-  std::optional<int> a_device() const;
 
  private:
   class Claim;

@@ -2,161 +2,224 @@
 #include "memory/transfer.h"
 
 #include <algorithm>
-#include <cstdio>
+#include <array>
+#include <exception>
+#include <initializer_list>
+#include <iterator>
 #include <map>
+#include <memory>
 #include <set>
+#include <utility>
 
+#include "memory/device_stream.h"
 #include "memory/host_arena.h"
-#include "memory/leftovers.h"
+#include "memory/host_pages.h"
+#include "memory/preparation.h"
+#include "memory/staging.h"
 
 namespace memory {
 namespace {
 
-using gpu::Status;
-using gpu::Stream;
-
-enum class Kind { kCopyOut, kCopyIn, kZero };
-
-Status queue(gpu::Driver& driver, Kind kind, const Span& part, Stream stream) {
-  const gpu::Address address = part.range->address() + part.offset;
-  switch (kind) {
-    case Kind::kCopyOut:
-      return driver.copy_to_host(part.host, address, part.bytes, stream);
-    case Kind::kCopyIn:
-      return driver.copy_to_device(address, part.host, part.bytes, stream);
-    case Kind::kZero:
-      return driver.zero(address, part.bytes, stream);
-  }
-  return {};
-}
-
-// What of a span one call may move, from its beginning on.
-Span first_part(Kind kind, const Span& span) {
-  Span part = span;
-  part.bytes = std::min(span.bytes, span.range->chunk_end(span.offset) - span.offset);
-  if (kind != Kind::kZero) {
-    const char* const end = HostArena::copy_end(part.host, part.host + part.bytes);
-    part.bytes = static_cast<size_t>(end - part.host);
-  }
-  return part;
-}
+using Parts = std::vector<Part>;
 
 // Its end is the end of all that was queued.
 class Transfer {
  public:
-  explicit Transfer(gpu::Driver& driver) : driver_(driver), scope_(driver) {}
-  ~Transfer();
-  Transfer(const Transfer&) = delete;
-  Transfer& operator=(const Transfer&) = delete;
+  Transfer(gpu::Driver& driver, Direction direction, const TransferOptions& options)
+      : driver_(driver), direction_(direction), options_(options), scope_(driver) {}
 
-  void start(const std::set<int>& devices);
-  void add(Kind kind, const std::vector<Span>& spans);
+  // Each device of the parts is idle when this returns.
+  void wait_for_devices(std::initializer_list<const Parts*> lists);
+  void copy(const Part& part);
+  void fill(const Part& part);
+  // Begins to take a detour with these, or copies them where there is none to be had.
+  void stage(const Parts& parts);
   void finish();
 
  private:
-  void check(Status status, int device, std::optional<size_t> bytes = {}) {
-    if (!status.ok()) gpu::throw_if(driver_.failure(status, {device, bytes}));
-  }
+  static constexpr size_t kStreams = 2;
 
-  Status wait(int device, Stream stream);
+  struct Streams {
+    std::array<std::unique_ptr<DeviceStream>, kStreams> copies;
+    size_t turn = 0;
+    std::unique_ptr<DeviceStream> fills;
+  };
+
+  DeviceStream& use(std::unique_ptr<DeviceStream>& stream, int device);
+  gpu::Failure wait(int device, DeviceStream& stream);
 
   gpu::Driver& driver_;
+  const Direction direction_;
+  const TransferOptions options_;
   gpu::DeviceScope scope_;
-  std::map<int, Stream> streams_;
-  bool is_finished_ = false;
+  std::map<int, Streams> streams_;
+  std::vector<std::unique_ptr<Staging>> stagings_;
 };
 
-void Transfer::start(const std::set<int>& devices) {
-  for (const int device : devices) {
-    check(scope_.use(device), device);
-    check(driver_.synchronize_device(), device);
+void Transfer::wait_for_devices(std::initializer_list<const Parts*> lists) {
+  std::set<int> devices;
+  for (const Parts* parts : lists) {
+    for (const Part& part : *parts) devices.insert(part.device);
   }
   for (const int device : devices) {
-    check(scope_.use(device), device);
-    Stream stream = nullptr;
-    check(driver_.create_stream(&stream), device);
-    streams_[device] = stream;
+    gpu::Status status = scope_.use(device);
+    if (status.ok()) status = driver_.synchronize_device();
+    if (!status.ok()) gpu::throw_if(driver_.failure(status, {device, {}}));
   }
 }
 
-void Transfer::add(Kind kind, const std::vector<Span>& spans) {
-  for (Span left : spans) {
-    const int device = left.range->device();
-    check(scope_.use(device), device);
-    while (left.bytes > 0) {
-      const Span part = first_part(kind, left);
-      check(queue(driver_, kind, part, streams_.at(device)), device, part.bytes);
-      left.offset += part.bytes;
-      left.bytes -= part.bytes;
-      if (kind != Kind::kZero) left.host += part.bytes;
+DeviceStream& Transfer::use(std::unique_ptr<DeviceStream>& stream, int device) {
+  if (stream == nullptr) {
+    stream = std::make_unique<DeviceStream>(driver_, scope_, device);
+  } else if (const gpu::Status entered = scope_.use(device); !entered.ok()) {
+    gpu::throw_if(driver_.failure(entered, {device, {}}));
+  }
+  return *stream;
+}
+
+gpu::Failure Transfer::wait(int device, DeviceStream& stream) {
+  const size_t bytes = stream.queued();
+  const gpu::Status waited = stream.wait(scope_);
+  if (!waited.ok()) return driver_.failure(waited, {device, {}});
+  if (options_.progress != nullptr) options_.progress->done += bytes;
+  return nullptr;
+}
+
+void Transfer::copy(const Part& part) {
+  Streams& streams = streams_[part.device];
+  DeviceStream& stream = use(streams.copies[streams.turn], part.device);
+  streams.turn = (streams.turn + 1) % kStreams;
+  if (stream.queued() > 0 && stream.queued() + part.bytes > options_.window) {
+    gpu::throw_if(wait(part.device, stream));
+  }
+  stream.copy(direction_, part);
+}
+
+void Transfer::fill(const Part& part) {
+  use(streams_[part.device].fills, part.device).zero(part);
+}
+
+void Transfer::stage(const Parts& parts) {
+  std::map<int, Parts> by_device;
+  for (const Part& part : parts) by_device[part.device].push_back(part);
+  for (auto& [device, own] : by_device) {
+    auto staging = std::make_unique<Staging>(driver_, scope_, direction_, device,
+                                             std::move(own), options_.progress);
+    if (staging->is_refused()) {
+      for (const Part& part : staging->parts()) copy(part);
+    } else {
+      stagings_.push_back(std::move(staging));
     }
   }
 }
 
-// Whoever is told that a wait has failed may take the memory away, so another way to
-// wait is tried.
-Status Transfer::wait(int device, Stream stream) {
-  if (const Status entered = scope_.use(device); !entered.ok()) {
-    if (!scope_.use(device).ok()) return entered;
-  }
-  const Status waited = driver_.synchronize_stream(stream);
-  if (!waited.ok() && !driver_.synchronize_device().ok()) {
-    (void)driver_.synchronize_stream(stream);
-  }
-  return waited;
-}
-
 void Transfer::finish() {
-  is_finished_ = true;
-  Failure first;
-  for (const auto& [device, stream] : streams_) {
-    if (const Status waited = wait(device, stream); !waited.ok()) {
-      gpu::keep_first(first, driver_.failure(waited, {device, {}}));
+  gpu::Failure first;
+  for (const auto& staging : stagings_) {
+    try {
+      staging->finish();
+    } catch (...) {
+      gpu::keep_first(first, std::current_exception());
+    }
+  }
+  for (auto& [device, streams] : streams_) {
+    for (const auto& stream : streams.copies) {
+      if (stream != nullptr) gpu::keep_first(first, wait(device, *stream));
+    }
+    if (streams.fills == nullptr) continue;
+    if (const gpu::Status filled = streams.fills->wait(scope_); !filled.ok()) {
+      gpu::keep_first(first, driver_.failure(filled, {device, {}}));
     }
   }
   gpu::throw_if(first);
 }
 
-Transfer::~Transfer() {
-  for (const auto& [device, stream] : streams_) {
-    if (!is_finished_) (void)wait(device, stream);
-    const Status entered = scope_.use(device);
-    const Status gone = entered.ok() ? driver_.destroy_stream(stream) : entered;
-    if (gone.ok()) continue;
-    std::fprintf(stderr,
-                 "cumem: %s failed with error %d: a stream of device %d is left\n",
-                 gone.call, gone.error, device);
-    Leftovers::of_process().add(
-        [&driver = driver_, device = device, stream = stream](gpu::DeviceScope& scope) {
-          return scope.use(device).ok() && driver.destroy_stream(stream).ok();
-        });
+// What of the copies' pieces is not registered, each once.
+struct Unready {
+  std::vector<Preparation::Piece> pieces;
+  std::map<std::pair<HostArena*, size_t>, size_t> positions;
+
+  explicit Unready(const Parts& parts) {
+    for (const Part& part : parts) {
+      if (part.arena == nullptr || part.arena->is_registered(part.piece)) continue;
+      const std::pair piece(part.arena, part.piece);
+      if (!positions.emplace(piece, pieces.size()).second) continue;
+      pieces.push_back({part.arena, part.piece});
+    }
   }
+};
+
+bool is_direct(const Part& part) {
+  return part.arena == nullptr || part.arena->is_registered(part.piece);
 }
 
-void add_devices(std::set<int>& devices, const std::vector<Span>& spans) {
-  for (const Span& span : spans) devices.insert(span.range->device());
+void copy_out(gpu::Driver& driver, const Parts& parts, const Unready& unready,
+              const TransferOptions& options, std::vector<Preparation::Piece>& made) {
+  Transfer transfer(driver, Direction::kOut, options);
+  transfer.wait_for_devices({&parts});
+  Parts staged;
+  {
+    Preparation preparation(driver, parts.front().device, unready.pieces,
+                            options.threads, made);
+    for (const Part& part : parts) {
+      const auto position = unready.positions.find({part.arena, part.piece});
+      if (position != unready.positions.end()) preparation.await(position->second);
+      if (is_direct(part)) {
+        transfer.copy(part);
+      } else {
+        staged.push_back(part);
+      }
+    }
+    preparation.finish();
+  }
+  transfer.stage(staged);
+  transfer.finish();
 }
 
 }  // namespace
 
-void copy_out(gpu::Driver& driver, const std::vector<Span>& copies) {
-  std::set<int> devices;
-  add_devices(devices, copies);
-  Transfer transfer(driver);
-  transfer.start(devices);
-  transfer.add(Kind::kCopyOut, copies);
-  transfer.finish();
+void copy_out(gpu::Driver& driver, const std::vector<Span>& copies,
+              const TransferOptions& options) {
+  ArenasInUse arenas;
+  const Parts parts = arenas.split(driver, copies, options.window);
+  if (parts.empty()) return;
+  for (const Part& part : parts) {
+    if (part.arena != nullptr) part.arena->write_to(part.piece, &arenas);
+  }
+  const Unready unready(parts);
+  size_t missing = 0;
+  for (const auto& piece : unready.pieces) missing += piece.arena->missing(piece.index);
+  std::vector<Preparation::Piece> made;
+  try {
+    copy_out(driver, parts, unready, options, made);
+  } catch (const HostMemoryError&) {
+    arenas.end();
+    size_t released = 0;
+    for (const auto& piece : made) {
+      released += piece.arena->release_own(piece.index, &arenas);
+    }
+    throw HostMemoryError(
+        "the machine has no memory left: " + gpu::format_bytes(released) + " of the " +
+        gpu::format_bytes(missing) +
+        " that a backup takes were had, and are given back. Free host memory, raise "
+        "the container's limit, or sleep at level 2, which backs nothing up");
+  }
 }
 
 void copy_in(gpu::Driver& driver, const std::vector<Span>& copies,
-             const std::vector<Span>& zeros) {
-  std::set<int> devices;
-  add_devices(devices, copies);
-  add_devices(devices, zeros);
-  Transfer transfer(driver);
-  transfer.start(devices);
-  transfer.add(Kind::kZero, zeros);
-  transfer.add(Kind::kCopyIn, copies);
+             const std::vector<Span>& zeros, const TransferOptions& options) {
+  ArenasInUse arenas;
+  const Parts parts = arenas.split(driver, copies, options.window);
+  const Parts fills = split_fills(driver, zeros);
+  Transfer transfer(driver, Direction::kIn, options);
+  transfer.wait_for_devices({&parts, &fills});
+  // Once and for all: a transfer out may be registering the same pieces.
+  Parts direct, staged;
+  std::partition_copy(parts.begin(), parts.end(), std::back_inserter(direct),
+                      std::back_inserter(staged), &is_direct);
+  transfer.stage(staged);
+  for (const Part& part : fills) transfer.fill(part);
+  for (const Part& part : direct) transfer.copy(part);
   transfer.finish();
 }
 

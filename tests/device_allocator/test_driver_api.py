@@ -35,7 +35,7 @@ class Table:
     """What driver_abi.h declares of a vendor, and how the vendor calls it."""
 
     namespace: str
-    macro: str
+    macros: tuple[str, str]
     structs: dict[str, str]
     constants: dict[str, str]
     vendor: Vendor
@@ -67,7 +67,7 @@ class Table:
 
 HIP = Table(
     "hip",
-    "GPU_HIP_FUNCTIONS",
+    ("GPU_HIP_FUNCTIONS", "GPU_HIP_OPTIONAL_FUNCTIONS"),
     {
         "MemLocation": "hipMemLocation",
         "MemAllocationProp": "hipMemAllocationProp",
@@ -79,6 +79,7 @@ HIP = Table(
     },
     {
         "kSuccess": "hipSuccess",
+        "kNotSupported": "hipErrorNotSupported",
         "kHostToDevice": "hipMemcpyHostToDevice",
         "kDeviceToHost": "hipMemcpyDeviceToHost",
         "kByAddress": "hipMemcpyDefault",
@@ -92,12 +93,13 @@ HIP = Table(
         ),
         "kStreamNonBlocking": "hipStreamNonBlocking",
         "kHostRegisterPortable": "hipHostRegisterPortable",
+        "kHostMallocPortable": "hipHostMallocPortable",
     },
     HIP_HEADERS,
 )
 CUDA = Table(
     "cuda",
-    "GPU_CUDA_FUNCTIONS",
+    ("GPU_CUDA_FUNCTIONS", "GPU_CUDA_OPTIONAL_FUNCTIONS"),
     {
         "MemLocation": "CUmemLocation",
         "MemAllocationProp": "CUmemAllocationProp",
@@ -124,6 +126,7 @@ CUDA = Table(
         "kFabricSupported": "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED",
         "kStreamNonBlocking": "CU_STREAM_NON_BLOCKING",
         "kHostRegisterPortable": "CU_MEMHOSTREGISTER_PORTABLE",
+        "kHostAllocPortable": "CU_MEMHOSTALLOC_PORTABLE",
         "kByAddress": "CU_MEMORYTYPE_UNIFIED",
     },
     CUDA_HEADERS,
@@ -193,7 +196,8 @@ namespace {ours} {{
 #define CHECK(name, result, arguments) \\
   static_assert(std::string_view(#name) == EXPANDED(name), #name); \\
   static_assert(fit<result arguments, decltype(::name)>::value, #name);
-{table.macro}(CHECK)
+{table.macros[0]}(CHECK)
+{table.macros[1]}(CHECK)
 }}
 int main() {{}}
 """)
@@ -262,6 +266,7 @@ def test_declarations_fit_the_vendors(table: Table, tmp_path: Path) -> None:
         ("hipMemUnmap", "(void*, size_t)", "(size_t, size_t)"),
         ("hipGetErrorName", "(Error)", "(const char*)"),
         ("hipGetDevice", "(int*)", "(const int*)"),
+        ("hipDeviceGetPCIBusId", "(char*, int, int)", "(char*, size_t, int)"),
     ],
 )
 def test_wrong_signature_is_seen(
@@ -347,13 +352,17 @@ except cumem.DriverNotFoundError as error:
 print(cumem.ranges(), cumem.chunk_setting()[0])
 arena = cumem.HostArena(5)
 memoryview(arena)[:] = b"hello"
-print(bytes(arena), arena.registration_error)
+print(bytes(arena), arena.prepared, arena.release(0, 5), arena.registration_error)
 del arena
+try:
+    cumem.numa_node(0)
+except cumem.DriverNotFoundError:
+    print("no node")
 """)
-    error, settings, arena = printed.splitlines()
+    error, settings, arena, node = printed.splitlines()
     assert error.startswith("True this process has no GPU driver: libamdhip64 is not")
     assert settings == f"[] {256 << 20}"
-    assert arena.startswith("b'hello' this process has no GPU driver")
+    assert (arena, node) == ("b'hello' 0 0 None", "no node")
 
 
 def test_driver_that_is_loaded_later_is_found(run: Any) -> None:
@@ -529,5 +538,5 @@ def test_needs_only_the_systems_libraries() -> None:
     command = ["readelf", "-dW", module_path()]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     needed = re.findall(r"NEEDED.*\[(.*?)\.so", text)
-    allowed = {"libstdc++", "libgcc_s", "libc", "libm", "libdl", "ld-linux-x86-64"}
-    assert set(needed) <= allowed | {"ld-linux-aarch64"}
+    allowed = {"libstdc++", "libgcc_s", "libc", "libm", "libdl", "libpthread"}
+    assert set(needed) <= allowed | {"ld-linux-x86-64", "ld-linux-aarch64"}

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,85 +16,28 @@ import pytest
 
 from vllm_rocm_memory.sim import hipsim
 
-from .native.module import load_module
-from .simulated_gpu import (
-    IS_HIP,
-    Gpu,
-    OutOfMemory,
-    Torch,
-    build_trampoline,
-    pattern,
+from .native.cumem import (
+    BYTES,
+    CHUNK,
+    MIB,
+    OUT_OF_MEMORY,
+    PAGE,
+    UNKNOWN,
+    VARIABLE,
+    Cumem,
+    address_of,
+    on_the_simulator,
 )
+from .simulated_gpu import IS_HIP, OutOfMemory, pattern
 
 pytestmark = pytest.mark.skipif(not IS_HIP, reason="this process simulates CUDA")
-
-OUT_OF_MEMORY = 2
-UNKNOWN = 999
-PAGE = 4096
-MIB = 1 << 20
-CHUNK = 2 * MIB
-BYTES = 2 * CHUNK + PAGE  # three chunks
-VARIABLE = "VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE"
-
-
-class Cumem:
-    """The module with PyTorch's part around it."""
-
-    def __init__(self, module: ModuleType, torch_side: Torch) -> None:
-        self.module = module
-        self.torch = torch_side
-        self.gpu = Gpu(module)
-        self.handles: dict[int, Any] = {}
-        self.answer: Callable[[int], Any] = lambda ptr: "free it"
-        module.init_module(self.announce, self.free_callback)
-
-    def announce(self, handle: Any) -> None:
-        self.handles[handle[2]] = handle
-
-    def free_callback(self, ptr: int) -> Any:
-        return self.answer(ptr)
-
-    def malloc(self, size: int = BYTES, device: int = 0) -> int:
-        return self.torch.malloc(size, device)
-
-    def filled(self, number: int, size: int = BYTES, device: int = 0) -> int:
-        ptr = self.malloc(size, device)
-        self.gpu.write(ptr, pattern(number, size))
-        return ptr
-
-    def holds(self, ptr: int, number: int, size: int = BYTES) -> bool:
-        return np.array_equal(self.gpu.read(ptr), pattern(number, size))
-
-    def map(self, ptr: int) -> None:
-        self.module.python_create_and_map(*self.handles[ptr])
-
-    def slots(self, ptr: int) -> list[int]:
-        addresses = [address for address, _ in self.handles[ptr][3]]
-        return [ctypes.c_uint64.from_address(each).value for each in addresses]
-
-
-@pytest.fixture(scope="module")
-def trampoline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_trampoline(tmp_path_factory.mktemp("trampoline"))
 
 
 @pytest.fixture
 def cumem(trampoline: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cumem]:
-    """Nothing is left at the end of what the module has made."""
-    hipsim.load()
-    hipsim.reset(hipsim.PROFILES[-1])
-    hipsim.configure(stale_memory="poisoned", one_mapping_copies=True)
-    hipsim.load().hipSetDevice(0)
     monkeypatch.setenv(VARIABLE, str(CHUNK // MIB))
-    module = load_module()
-    cumem = Cumem(module, Torch(module, trampoline))
-    yield cumem
-    hipsim.reset()
-    for ptr in module.ranges():
-        module.free(ptr)
-    assert module.release_pending() == 0
-    hipsim.load().hipSetDevice(0)
-    hipsim.assert_clean()
+    with on_the_simulator(trampoline) as cumem:
+        yield cumem
 
 
 def free_bytes(device: int = 0) -> int:
@@ -110,10 +52,6 @@ def current_device() -> int:
     device = ctypes.c_int(-1)
     hipsim.check(hipsim.load().hipGetDevice(ctypes.byref(device)), "hipGetDevice")
     return device.value
-
-
-def address_of(data: np.ndarray) -> int:
-    return int(data.ctypes.data)
 
 
 # --- errors ------------------------------------------------------------------------
@@ -177,8 +115,12 @@ def test_nobody_else_gets_the_blame(cumem: Cumem, call: str) -> None:
     with pytest.raises(cumem.module.DriverError, match=call):
         cumem.map(ptr)
     assert hipsim.load().hipPeekAtLastError() == 0
+    cumem.map(ptr)
+    arena = cumem.module.HostArena(PAGE)
     hipsim.fail("hipHostRegister", 1, OUT_OF_MEMORY)
-    assert cumem.module.HostArena(PAGE).registration_error
+    hipsim.fail("hipHostMalloc", 1, OUT_OF_MEMORY)
+    cumem.module.back_up([(ptr, PAGE, arena.address)], threads=1)
+    assert arena.registration_error
     assert hipsim.load().hipPeekAtLastError() == 0
 
 
@@ -854,8 +796,8 @@ def test_transfer_that_fails_is_over(cumem: Cumem, call: str) -> None:
     stats = hipsim.stats()
     moved = sum(count.copies for count in stats.copies.values())
     assert stats.streams == 0
-    if call == "hipMemcpyAsync":  # two were queued, and destroying need not wait
-        assert stats.calls["hipStreamSynchronize"] == 1
+    if call == "hipMemcpyAsync":  # one was queued on each stream
+        assert stats.calls["hipStreamSynchronize"] == 2
     time.sleep(0.1)
     assert sum(count.copies for count in hipsim.stats().copies.values()) == moved
     cumem.module.back_up([(ptr, BYTES, address_of(data))])
@@ -892,132 +834,6 @@ def test_transfers_of_what_is_not_there(cumem: Cumem) -> None:
     with pytest.raises(TypeError):
         cumem.module.back_up([(ptr, BYTES)])
     assert hipsim.stats().calls["hipMemcpyAsync"] == 0
-
-
-# --- host arenas -------------------------------------------------------------------
-
-
-def is_mapped_by_the_host(address: int, size: int) -> bool:
-    pages = ctypes.create_string_buffer(size // PAGE)
-    mincore = ctypes.CDLL(None).mincore
-    mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-    return bool(mincore(address, size, pages) == 0)
-
-
-@pytest.mark.parametrize("size", [1, PAGE - 1, PAGE, PAGE + 1, 5 * MIB + 3])
-def test_arena_is_of_exact_size(cumem: Cumem, size: int) -> None:
-    arena = cumem.module.HostArena(size)
-    assert arena.size == size and arena.address % PAGE == 0
-    assert arena.registration_error is None
-    whole = -(-size // PAGE) * PAGE
-    assert hipsim.stats().registered_bytes == whole
-    view = memoryview(arena)
-    assert (view.nbytes, view.format, view.readonly) == (size, "B", False)
-    view[-1] = 77
-    assert ctypes.c_ubyte.from_address(arena.address + size - 1).value == 77
-    view.release()
-    address = arena.address
-    assert is_mapped_by_the_host(address, whole)
-    del arena
-    assert hipsim.stats().registered_ranges == 0
-    assert not is_mapped_by_the_host(address, whole)
-
-
-def test_arena_lives_as_long_as_a_view(cumem: Cumem) -> None:
-    import torch
-
-    arena = cumem.module.HostArena(2 * PAGE)
-    views = torch.frombuffer(arena, dtype=torch.uint8).split(PAGE)
-    assert views[1].data_ptr() == arena.address + PAGE
-    del arena
-    assert hipsim.stats().registered_ranges == 1
-    views[1].fill_(5)
-    del views
-    assert hipsim.stats().registered_ranges == 0
-
-
-def test_arena_is_registered_in_pieces(cumem: Cumem) -> None:
-    """R9: 512 GiB in one call were seen to fail. Nothing here touches the memory."""
-    size = (130 << 30) + 5
-    arena = cumem.module.HostArena(size)
-    assert arena.registration_error is None
-    stats = hipsim.stats()
-    assert stats.registered_ranges == 3
-    assert stats.registered_bytes == (130 << 30) + PAGE
-    # no copy crosses the end of a piece
-    ptr = cumem.filled(1, CHUNK)
-    end = arena.address + (64 << 30)
-    before = hipsim.stats().calls["hipMemcpyAsync"]
-    cumem.module.back_up([(ptr, CHUNK, end - PAGE)])
-    assert hipsim.stats().calls["hipMemcpyAsync"] == before + 2
-    kept = (ctypes.c_ubyte * CHUNK).from_address(end - PAGE)
-    assert np.array_equal(np.frombuffer(kept, np.uint8), pattern(1, CHUNK))
-    del arena, kept
-
-
-@pytest.mark.parametrize("failing", [1, 2, 3])
-def test_arena_that_is_refused_serves_unregistered(cumem: Cumem, failing: int) -> None:
-    hipsim.fail("hipHostRegister", failing, OUT_OF_MEMORY)
-    arena = cumem.module.HostArena((130 << 30) + 5)
-    assert re.match(
-        r"hipHostRegister failed: hipErrorOutOfMemory \(2\): out of memory; \d+ bytes",
-        arena.registration_error,
-    )
-    assert hipsim.stats().registered_ranges == 0
-    ptr = cumem.filled(1)
-    cumem.module.back_up([(ptr, BYTES, arena.address)])
-    kept = (ctypes.c_ubyte * BYTES).from_address(arena.address)
-    assert np.array_equal(np.frombuffer(kept, np.uint8), pattern(1, BYTES))
-    del kept, arena
-
-
-def test_arena_that_stays_registered_is_freed_later(
-    cumem: Cumem, capfd: pytest.CaptureFixture[str]
-) -> None:
-    arena = cumem.module.HostArena(PAGE)
-    hipsim.fail("hipHostUnregister", 1, UNKNOWN)
-    del arena
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("cumem: hipHostUnregister failed: hipErrorUnknown (999)")
-    assert hipsim.stats().registered_ranges == 1
-    assert cumem.module.release_pending() == 0
-    assert hipsim.stats().registered_ranges == 0
-
-
-@pytest.mark.parametrize("retry", ["suspend", "back_up", "restore"])
-def test_what_a_capture_does_not_bear_is_left_to_calls_that_wait(
-    cumem: Cumem, retry: str
-) -> None:
-    """Unregistering is refused while a graph is captured, and spoils the capture."""
-    arena = cumem.module.HostArena(PAGE)
-    hipsim.fail("hipHostUnregister", 1, UNKNOWN)
-    del arena
-    ptr, other = cumem.malloc(), cumem.malloc()
-    cumem.module.suspend([])
-    arena = cumem.module.HostArena(PAGE)
-    hipsim.fail("hipHostUnregister", 1, UNKNOWN)
-    del arena
-    unregistered = hipsim.stats().calls["hipHostUnregister"]
-    cumem.torch.free(cumem.malloc(), BYTES)
-    cumem.module.free(other)
-    assert hipsim.stats().calls["hipHostUnregister"] == unregistered
-    assert hipsim.stats().registered_ranges == 1
-    arguments = ([ptr],) if retry == "suspend" else ([],)
-    getattr(cumem.module, retry)(*arguments, *([[]] if retry == "restore" else []))
-    assert hipsim.stats().registered_ranges == 0
-
-
-def test_arena_sizes_that_make_no_sense(cumem: Cumem) -> None:
-    for size in (0, -1):
-        with pytest.raises(ValueError, match="at least one byte"):
-            cumem.module.HostArena(size)
-    for wrong in ("1", 1.5, None, 2**63):
-        with pytest.raises(TypeError):
-            cumem.module.HostArena(wrong)
-    with pytest.raises(MemoryError, match=f"{1 << 62} bytes"):
-        cumem.module.HostArena(1 << 62)
-    with pytest.raises(MemoryError):
-        cumem.module.HostArena(2**63 - 1)
 
 
 # --- devices and threads -----------------------------------------------------------

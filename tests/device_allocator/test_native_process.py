@@ -4,6 +4,7 @@
 import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -362,20 +363,99 @@ cudasim.assert_clean()
 
 
 def test_cuda_arena_is_registered_for_every_device() -> None:
-    """Also from a thread that has no device yet."""
+    """Also by threads that have no device yet."""
     printed = output_of(
         CUDA
         + """
-arena = cumem.HostArena(PIECE)
-print(arena.registration_error, cudasim.stats().registered_bytes == PIECE)
-ptr = malloc(PIECE, device=1)
-cumem.back_up([(ptr, PIECE, arena.address)])
+arena = cumem.HostArena(2 * PIECE, PIECE)
+ptr = malloc(2 * PIECE, device=1)
+cumem.back_up([(ptr, 2 * PIECE, arena.address)])
+print(arena.registration_error, cudasim.stats().registered_bytes == 2 * PIECE)
+print(cudasim.stats().staged_copies, calls("cuDevicePrimaryCtxRetain"))
+other = malloc(PIECE)
+cumem.restore([(other, PIECE, arena.address)], [])
 print(cudasim.stats().staged_copies)
+print(arena.release(0, PIECE), cudasim.stats().registered_bytes)
 del arena
 print(cudasim.stats().registered_bytes)
 """
     )
-    assert printed == ["None True", "0", "0"]
+    assert printed == ["None True", "0 1", "0", f"{2 * MIB} {2 * MIB}", "0"]
+
+
+def test_cuda_copies_what_is_side_by_side_at_once() -> None:
+    printed = output_of(
+        CUDA
+        + """
+arena = cumem.HostArena(8 * PIECE, 4 * PIECE)
+ptr = malloc(4 * PIECE)
+
+def copies(*parts):
+    return [(ptr + at, size, arena.address + to) for at, size, to in parts]
+
+def count(*parts, **options):
+    before = calls("cuMemcpyDtoHAsync_v2"), calls("cuMemcpyHtoDAsync_v2")
+    cumem.back_up(copies(*parts), **options)
+    cumem.restore(copies(*parts), [], **options)
+    print(calls("cuMemcpyDtoHAsync_v2") - before[0], end="")
+    print("", calls("cuMemcpyHtoDAsync_v2") - before[1])
+
+pages = [(at, 4096, at) for at in range(0, 8 * 4096, 4096)]
+count(*pages)
+count(*pages[:3], *pages[4:])  # a gap on both sides
+count(*reversed(pages))
+count((0, 4096, 0), (4096, 4096, 8192))  # a gap on the host
+count((0, 4096, 0), (8192, 4096, 4096))  # a gap on the device
+count((0, PIECE, 3 * PIECE), (PIECE, PIECE, 4 * PIECE))  # the end of a piece
+count(*pages, window=3 * 4096)
+"""
+    )
+    assert printed == ["1 1", "2 2", "8 8", "2 2", "2 2", "2 2", "3 3"]
+
+
+def test_cuda_copies_across_ranges() -> None:
+    printed = output_of(
+        CUDA
+        + """
+ranges = sorted(malloc(PIECE) for _ in range(8))
+pairs = [(a, b) for a, b in zip(ranges, ranges[1:]) if a + PIECE == b]
+first, second = pairs[0]
+arena = cumem.HostArena(2 * PIECE)
+copies = [(first, PIECE, arena.address), (second, PIECE, arena.address + PIECE)]
+text = os.urandom(2 * PIECE)
+memoryview(arena)[:] = text
+cumem.restore(copies, [])
+memoryview(arena)[:] = bytes(2 * PIECE)
+cumem.back_up(copies)
+print(bytes(arena) == text, calls("cuMemcpyDtoHAsync_v2"))
+"""
+    )
+    assert printed == ["True 1"]
+
+
+def test_cuda_takes_the_detour_too() -> None:
+    printed = output_of(
+        CUDA
+        + """
+cudasim.configure(max_registration_bytes=1)
+arena = cumem.HostArena(2 * PIECE, PIECE)
+ptr = malloc(2 * PIECE, device=1)
+text = os.urandom(2 * PIECE)
+memoryview(arena)[:] = text
+cumem.restore([(ptr, 2 * PIECE, arena.address)], [])
+memoryview(arena)[:] = bytes(2 * PIECE)
+cumem.back_up([(ptr, 2 * PIECE, arena.address)])
+print(bytes(arena) == text, arena.registration_error.split(";")[0])
+print(cudasim.stats().staged_copies, calls("cuMemHostAlloc"), calls("cuMemFreeHost"))
+del arena
+free(ptr)
+cudasim.assert_clean()
+"""
+    )
+    assert printed == [
+        "True cuMemHostRegister_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory",
+        "0 4 4",
+    ]
 
 
 # --- what HIP was seen to do and the simulator does not ----------------------------
@@ -387,6 +467,7 @@ for function, kind in {
     "reserve_only": ctypes.c_void_p,
     "fail_silently": ctypes.c_int,
     "reuse_addresses": ctypes.c_int,
+    "place_devices": ctypes.c_char_p,
 }.items():
     getattr(double, function).argtypes = (kind,)
 start(hipsim)
@@ -501,3 +582,454 @@ hipsim.assert_clean()
         HIPSIM_PROFILE="7.1",
         VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE="2",
     ) == ["hipMemSetAccess 1", "False 0 0 1", "True 3"]
+
+
+# --- where a device is -------------------------------------------------------------
+
+
+def test_node_of_a_device_that_is_not_on_the_bus() -> None:
+    """The simulators' devices, and those that are not."""
+    printed = output_of("""
+hipsim.load()
+print(cumem.numa_node(0), cumem.numa_node(8), cumem.numa_node(-1))
+hipsim.fail("hipDeviceGetPCIBusId", 1, 999)
+print(cumem.numa_node(0), hipsim.load().hipPeekAtLastError())
+""")
+    assert printed == ["None None None", "None 0"]
+    assert output_of("cudasim.load(); print(cumem.numa_node(0))") == ["None"]
+
+
+@pytest.mark.parametrize(
+    ("text", "node"), [("1\n", "1"), ("-1\n", "None"), ("", "None"), ("x", "None")]
+)
+def test_node_is_what_the_kernel_says_of_the_bus(
+    hip_double: str, text: str, node: str
+) -> None:
+    if not Path("/sys/bus/pci/devices").is_dir():
+        pytest.skip("this machine has no PCI bus")
+    with tempfile.TemporaryDirectory(prefix="pci", dir="/tmp") as folder:
+        device = Path(folder) / "0000:c1:00.0"
+        device.mkdir()
+        (device / "numa_node").write_text(text)
+        # from /sys/bus/pci/devices up to the root; and digits as CUDA has them
+        bus_id = f"../../../..{folder}/0000:C1:00.0"
+        printed = output_of(
+            DOUBLE
+            + f"double.place_devices({bus_id.encode()!r}); print(cumem.numa_node(0))",
+            HIP_DOUBLE=hip_double,
+        )
+    assert printed == [node]
+
+
+def test_driver_may_lack_what_can_be_done_without(tmp_path: Path) -> None:
+    """No node is known then, and the driver copies what it does not lock."""
+    image = hipsim.library_path().read_bytes()
+    for name in (b"hipDeviceGetPCIBusId", b"hipHostMalloc"):
+        assert b"\0" + name + b"\0" in image
+        image = image.replace(b"\0" + name + b"\0", b"\0" + name[:-1] + b"_\0")
+    library = tmp_path / "libamdhip64.so.7"
+    library.write_bytes(image)
+    printed = output_of(
+        """
+lacking = ctypes.CDLL(os.environ["LACKING"])
+cumem.init_module(lambda handle: handles.update({handle[2]: handle}), handles.pop)
+print(cumem.driver().path == lacking._name, cumem.numa_node(0))
+lacking.hipsim_set_switch(b"max_registration_bytes", ctypes.c_int64(1))
+ptr = malloc(1 << 20)
+arena = cumem.HostArena(1 << 20)
+text = os.urandom(1 << 20)
+memoryview(arena)[:] = text
+cumem.restore([(ptr, 1 << 20, arena.address)], [])
+memoryview(arena)[:] = bytes(1 << 20)
+cumem.back_up([(ptr, 1 << 20, arena.address)])
+print(bytes(arena) == text, arena.registered)
+""",
+        LACKING=os.fspath(library),
+    )
+    assert printed == ["True None", "True 0"]
+
+
+# --- what a kernel may not have ----------------------------------------------------
+
+LIBC = """
+libc = ctypes.CDLL(os.environ["LD_PRELOAD"])
+start(hipsim)
+PAGE, PIECES = 4096, 6
+SIZE = PIECES * PAGE
+ptr = malloc(SIZE)
+arena = cumem.HostArena(SIZE, PAGE)
+text = os.urandom(SIZE)
+source = ctypes.create_string_buffer(text, SIZE)
+cumem.restore([(ptr, SIZE, ctypes.addressof(source))], [])
+copies = [(ptr, SIZE, arena.address)]
+"""
+
+
+def test_kernel_that_cannot_populate(libc_double: str) -> None:
+    """Linux before 5.14: pages are touched one by one, and keep what they hold."""
+    printed = output_of(
+        LIBC
+        + """
+from tests.device_allocator.native.cumem import memory_of
+memoryview(arena)[: 2 * PAGE] = bytes([7]) * (2 * PAGE)
+libc.refuse_populate(22, 1, 1000)  # EINVAL
+expected = bytearray([7]) * (2 * PAGE)
+expected[PAGE + 5] = text[0]
+cumem.back_up([(ptr, 1, arena.address + at) for at in (PAGE + 5, 4 * PAGE)])
+print(arena.prepared // PAGE, arena.registered // PAGE, libc.count_populates())
+print(memory_of(arena.address) // PAGE, bytes(arena)[: 2 * PAGE] == expected)
+wide = cumem.HostArena(SIZE, SIZE)
+before = memory_of(wide.address)
+cumem.back_up([(ptr, 1, wide.address)])
+print((memory_of(wide.address) - before) // PAGE)
+cumem.back_up(copies)
+print(bytes(arena) == text)
+""",
+        LD_PRELOAD=libc_double,
+    )
+    assert printed == ["2 2 2", "3 True", "6", "True"]
+
+
+THP_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+HUGE = """
+from tests.device_allocator.native.cumem import memory_of
+start(hipsim)
+MIB = 1 << 20
+HUGE = 2 * MIB
+ptr = malloc(9 * MIB)
+"""
+
+
+@pytest.mark.parametrize("are_had", [True, False])
+def test_huge_pages_are_counted(are_had: bool) -> None:
+    """What has none is taken in small pages, to the last one."""
+    *printed, huge = output_of(
+        HUGE
+        + """
+SIZE = 9 * MIB
+arena = cumem.HostArena(SIZE, 4 * MIB)
+PR_SET_THP_DISABLE = 41
+if os.environ["WITHOUT"]:
+    assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+cumem.back_up([(ptr, SIZE, arena.address)])
+print(arena.prepared == memory_of(arena.address) == SIZE)
+huge = arena.huge
+print(huge == memory_of(arena.address, "AnonHugePages"))
+arena.release(0, 4 * MIB)
+print(arena.huge == memory_of(arena.address, "AnonHugePages"))
+print(memory_of(arena.address) // MIB)
+print(huge // MIB)
+""",
+        WITHOUT="" if are_had else "yes",
+    )
+    assert printed == ["True", "True", "True", "5"]
+    if not are_had:
+        assert huge == "0"
+    elif huge == "0":
+        pytest.skip("this machine has no huge page to give")
+
+
+def test_page_of_zeros_is_no_memory() -> None:
+    """Reading maps it, and a kernel that splits it says that all of it is there."""
+    printed = output_of(
+        HUGE
+        + """
+import mmap
+libc = ctypes.CDLL(None)
+libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+arena = cumem.HostArena(8 * MIB, 4 * MIB)
+for start in range(arena.address, arena.address + 4 * MIB, HUGE):
+    assert ctypes.c_ubyte.from_address(start).value == 0
+    # makes small pages of it
+    for access in (mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE):
+        assert libc.mprotect(start, HUGE // 2, access) == 0
+print(memory_of(arena.address))
+cumem.back_up([(ptr, 8 * MIB, arena.address)])
+print(arena.prepared == memory_of(arena.address) == 8 * MIB)
+print(arena.huge <= memory_of(arena.address, "AnonHugePages"))
+"""
+    )
+    assert printed == ["0", "True", "True"]
+
+
+def test_memory_is_written_to_before_it_is_read() -> None:
+    """Each huge page takes one fault then, and is no page of zeros first."""
+    faults, huge, count = output_of(
+        HUGE
+        + """
+import resource
+SIZE = 128 * MIB
+arena = cumem.HostArena(SIZE, SIZE)
+small = cumem.HostArena(MIB)
+cumem.back_up([(ptr, 1, small.address)])  # what a transfer takes beside it
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+cumem.back_up([(ptr, 1, arena.address)])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(arena.huge // HUGE)
+print(SIZE // HUGE)
+"""
+    )
+    if huge != count:
+        pytest.skip("this machine has too few huge pages")
+    assert int(faults) < int(count) + int(count) // 2
+
+
+def test_forked_process_has_no_arena() -> None:
+    """And leaves alone what has come to its addresses there."""
+    printed = output_of(
+        """
+import mmap
+from tests.device_allocator.native.cumem import memory_of
+start(hipsim)
+SIZE = 4 << 20
+ptr = malloc(SIZE)
+arena = cumem.HostArena(SIZE)
+cumem.back_up([(ptr, SIZE, arena.address)])
+address = arena.address
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+size_and_flags = (ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+libc.mmap.argtypes = (ctypes.c_void_p, *size_and_flags)
+
+def in_child():
+    global arena
+    try:
+        memory_of(address)
+    except AssertionError:
+        print("not mapped")
+    MAP_FIXED_NOREPLACE = 0x100000
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    assert libc.mmap(address, SIZE, access, flags, -1, 0) == address
+    ctypes.memset(address, 7, SIZE)
+    del arena
+    print(memory_of(address) == SIZE, ctypes.string_at(address, SIZE).count(7) == SIZE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+child = os.fork()
+if child == 0:
+    try:
+        in_child()
+    finally:
+        os._exit(0)
+assert os.waitpid(child, 0) == (child, 0)
+print(arena.registered == hipsim.stats().registered_bytes == SIZE)
+cumem.back_up([(ptr, SIZE, address)])
+print(memory_of(address) == SIZE)
+"""
+    )
+    assert printed == ["not mapped", "True True", "True", "True"]
+
+
+@pytest.mark.parametrize("nth", [1, 3, 5])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_machine_without_memory(libc_double: str, nth: int, threads: int) -> None:
+    """What was newly taken is given back, and nothing else is."""
+    printed = output_of(
+        LIBC
+        + f"""
+threads = {threads}
+hipsim.fail("hipHostRegister", 1, 2)  # and is tried again by the next transfer
+cumem.back_up([(ptr, PAGE, arena.address)])
+libc.refuse_populate(12, {nth}, 1)  # ENOMEM; the first page is there already
+try:
+    cumem.back_up(copies, threads=threads)
+except MemoryError as error:
+    print(error)
+print(arena.prepared == arena.registered == hipsim.stats().registered_bytes == PAGE)
+print(bytes(arena)[:PAGE] == text[:PAGE])
+print(hipsim.stats().streams)
+cumem.back_up(copies, threads=threads)
+print(bytes(arena) == text, arena.registered == SIZE)
+""",
+        LD_PRELOAD=libc_double,
+    )
+    told, *printed = printed
+    assert printed == ["True", "True", "0", "True True"]
+    if threads == 1:
+        kib = 4 * (nth - 1)
+        had = f"{kib << 10} bytes ({kib}.0 KiB)"
+        assert told == (
+            f"the machine has no memory left: {had} of the 20480 bytes (20.0 KiB) "
+            "that a backup takes were had, and are given back. Free host memory, raise "
+            "the container's limit, or sleep at level 2, which backs nothing up"
+        )
+
+
+def test_memory_that_another_transfer_has_written_to_stays(libc_double: str) -> None:
+    printed = output_of(
+        LIBC
+        + """
+import threading, time
+other = malloc(PAGE)
+cumem.restore([(other, PAGE, ctypes.addressof(source) + PAGE)], [])
+told = []
+
+def back_up():
+    try:
+        cumem.back_up(copies, threads=1)
+    except MemoryError as error:
+        told.append(str(error))
+
+libc.refuse_populate(12, 4, 1)  # ENOMEM
+libc.hold_populate(4)
+thread = threading.Thread(target=back_up)
+thread.start()
+deadline = time.monotonic() + 30
+while arena.prepared < 3 * PAGE:
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
+cumem.back_up([(other, PAGE, arena.address + 2 * PAGE)])
+libc.hold_populate(0)
+thread.join(30)
+print(told[0].split(" that")[0])
+print(arena.prepared // PAGE, arena.missing(2 * PAGE, PAGE))
+print(bytes(arena)[2 * PAGE : 3 * PAGE] == text[PAGE : 2 * PAGE])
+""",
+        LD_PRELOAD=libc_double,
+    )
+    assert printed == [
+        "the machine has no memory left: 8192 bytes (8.0 KiB) of the "
+        "24576 bytes (24.0 KiB)",
+        "1 0",
+        "True",
+    ]
+
+
+def test_piece_that_cannot_be_had_leaves_nothing(libc_double: str) -> None:
+    """Of what was touched before the machine had no more."""
+    printed = output_of(
+        LIBC
+        + """
+from tests.device_allocator.native.cumem import memory_of
+PR_SET_THP_DISABLE = 41
+assert libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+large = cumem.HostArena(4 << 20, 4 << 20)
+libc.refuse_populate(12, 1, 1)  # ENOMEM, for all but a page of each stretch
+try:
+    cumem.back_up([(ptr, 1, large.address)])
+except MemoryError as error:
+    print(str(error).split(" that")[0])
+print(large.prepared, memory_of(large.address))
+""",
+        LD_PRELOAD=libc_double,
+    )
+    text = "0 bytes (0.0 KiB) of the 4194304 bytes (4.0 MiB)"
+    assert printed == [f"the machine has no memory left: {text}", "0 0"]
+
+
+def test_memory_that_the_kernel_keeps_is_not_given_back(libc_double: str) -> None:
+    done = run_program(
+        LIBC
+        + """
+cumem.back_up(copies)
+libc.refuse_drop(22)
+print(arena.release(0, SIZE), arena.prepared == SIZE, arena.registered)
+libc.refuse_drop(0)
+cumem.back_up(copies)
+print(bytes(arena) == text, arena.registered == SIZE)
+print(arena.release(0, SIZE) == SIZE)
+""",
+        LD_PRELOAD=libc_double,
+    )
+    assert done.stdout.splitlines() == ["0 True 0", "True True", "True"]
+    assert done.stderr == (
+        "cumem: madvise failed: Invalid argument; 24576 bytes (24.0 KiB) of host "
+        "memory that were to be given back stay taken\n"
+    )
+
+
+HELD = """
+import threading, time
+told = []
+
+def back_up():
+    try:
+        cumem.back_up(copies, threads=1, window=PAGE)
+    except cumem.DriverError as error:
+        told.append(error.call)
+
+def wait_for(count):
+    deadline = time.monotonic() + 30
+    while hipsim.stats().calls["hipMemcpyAsync"] < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+hipsim.reset()
+thread = threading.Thread(target=back_up)
+"""
+
+
+def test_copies_begin_before_all_pieces_are_ready(libc_double: str) -> None:
+    printed = output_of(
+        LIBC
+        + HELD
+        + """
+libc.hold_populate(4)
+thread.start()
+wait_for(3)
+print(arena.prepared // PAGE, arena.missing(0, SIZE) // PAGE)
+time.sleep(0.05)
+print(hipsim.stats().calls["hipMemcpyAsync"], thread.is_alive())
+libc.hold_populate(0)
+thread.join(30)
+print(bytes(arena) == text)
+""",
+        LD_PRELOAD=libc_double,
+    )
+    assert printed == ["3 3", "3 True", "True"]
+
+
+def test_transfer_that_fails_prepares_no_more(libc_double: str) -> None:
+    """And waits for what is being prepared."""
+    printed = output_of(
+        LIBC
+        + HELD
+        + """
+hipsim.configure(copy_latency_us=5_000)
+copies[:0] = [(ptr, PAGE, arena.address)] * 1000  # a while, one by one
+libc.hold_populate(3)
+thread.start()
+deadline = time.monotonic() + 30
+while libc.count_populates() < 3:
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
+hipsim.fail("hipMemcpyAsync", 1, 999)
+while hipsim.stats().pending_faults:
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
+time.sleep(0.1)
+print(thread.is_alive(), arena.prepared // PAGE)
+libc.hold_populate(0)
+thread.join(30)
+print(told, libc.count_populates(), arena.prepared // PAGE, arena.registered // PAGE)
+""",
+        LD_PRELOAD=libc_double,
+    )
+    assert printed == ["True 2", "['hipMemcpyAsync'] 3 3 3"]
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+@pytest.mark.parametrize("locked", [True, False], ids=["direct", "ring"])
+def test_machine_without_threads(libc_double: str, allowed: int, locked: bool) -> None:
+    """Those that can be started do all of the work, and without any the caller does."""
+    printed = output_of(
+        LIBC
+        + f"""
+hipsim.configure(max_registration_bytes=0 if {locked} else 1)
+libc.allow_threads({allowed})
+cumem.back_up(copies, threads=3)
+print(bytes(arena) == text, arena.prepared == SIZE, arena.registered)
+memoryview(source).cast("B")[:] = bytes(SIZE)
+cumem.restore([(ptr, SIZE, ctypes.addressof(source))], [])
+cumem.restore(copies, [])
+cumem.back_up([(ptr, SIZE, ctypes.addressof(source))])
+print(source.raw == text)
+libc.allow_threads(-1)
+print(hipsim.stats().streams, hipsim.stats().host_allocations)
+""",
+        LD_PRELOAD=libc_double,
+    )
+    assert printed == [f"True True {6 * PAGE if locked else 0}", "True", "0 0"]

@@ -7,6 +7,8 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <string>
 #include <thread>
 
 #include "gpu/driver_abi.h"
@@ -25,6 +27,7 @@ uintptr_t only_address = 0;
 int silent_map = 0;
 bool are_addresses_reused = false;
 std::atomic<uintptr_t> last_freed = 0;
+std::string bus_id;
 
 template <typename Function>
 Function* real(Function*, const char* name) {
@@ -54,6 +57,9 @@ void fail_silently(int nth) { silent_map = nth; }
 
 // Addresses go to who asks first after they were freed, which takes its time.
 void reuse_addresses(int whether) { are_addresses_reused = whether != 0; }
+
+// Every device is there on the bus.
+void place_devices(const char* where) { bus_id = where; }
 
 // --- HIP -----------------------------------------------------------------------------
 
@@ -98,6 +104,13 @@ hip::Error hipMemMap(void* pointer, size_t bytes, size_t offset, hip::Handle han
                      unsigned long long flags) {
   if (silent_map > 0 && --silent_map == 0) return hip::kSuccess;
   return REAL(hipMemMap)(pointer, bytes, offset, handle, flags);
+}
+
+hip::Error hipDeviceGetPCIBusId(char* id, int length, int device) {
+  if (bus_id.empty()) return REAL(hipDeviceGetPCIBusId)(id, length, device);
+  const int needed =
+      std::snprintf(id, static_cast<size_t>(length), "%s", bus_id.c_str());
+  return needed < length ? hip::kSuccess : kInvalidValue;
 }
 
 }  // extern "C"
