@@ -16,15 +16,20 @@ import vllm.collect_env
 import vllm.config.cumem_memory as cumem_memory
 import vllm.envs as envs
 from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
-from vllm.config.cumem_memory import CHUNK_VARIABLE, settle_chunk_size
+from vllm.config.cumem_memory import (
+    CHUNK_VARIABLE,
+    check_host_memory_policy,
+    settle_chunk_size,
+)
 from vllm.device_allocator.alloc_conf import ALLOC_CONF_ENV_VARS
+from vllm.device_allocator.host_backups import POLICY_VARIABLE, HostMemoryPolicy
 
 EXPANDABLE = "max_split_size_mb:512,expandable_segments:True"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*ALLOC_CONF_ENV_VARS, CHUNK_VARIABLE):
+    for name in (*ALLOC_CONF_ENV_VARS, CHUNK_VARIABLE, POLICY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -143,13 +148,38 @@ def test_an_unset_chunk_size_stays_unset() -> None:
     assert CHUNK_VARIABLE not in os.environ
 
 
-def test_the_configuration_settles_the_chunk_size() -> None:
+def test_a_policy_that_does_not_exist_is_refused_where_it_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(POLICY_VARIABLE, "drop")
+    with pytest.raises(ValueError, match=f"{POLICY_VARIABLE} is 'drop'.*'release'"):
+        check_host_memory_policy(_with_allocator())
+    check_host_memory_policy(_with_allocator(enabled=False))
+    check_host_memory_policy(SimpleNamespace(model_config=None))  # type: ignore[arg-type]
+    for word in ("release", ""):
+        monkeypatch.setenv(POLICY_VARIABLE, word)
+        check_host_memory_policy(_with_allocator())
+
+
+def test_the_policy_is_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert envs.VLLM_SLEEP_HOST_MEMORY == "keep"
+    before = envs.compile_factors()
+    # vLLM reads every variable at start, and also where none sleeps
+    for word in (*HostMemoryPolicy, "KEEP", ""):
+        monkeypatch.setenv(POLICY_VARIABLE, word)
+        assert word == envs.VLLM_SLEEP_HOST_MEMORY
+    assert envs.compile_factors() == before
+
+
+def test_the_configuration_looks_at_both() -> None:
     script = (
         "import os, vllm.config.vllm as v\n"
         "v.settle_chunk_size = lambda config: print('settled', type(config).__name__)\n"
+        "v.check_host_memory_policy = lambda config: print('checked', type(config))\n"
         "v.VllmConfig()\n"
     )
     process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )
     assert "settled VllmConfig" in process.stdout, process.stderr
+    assert "checked <class 'vllm.config.vllm.VllmConfig'>" in process.stdout

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ from vllm_rocm_memory import serve
 
 from .simulated_gpu import (
     IS_HIP,
+    PIECE,
     PROFILES,
+    STRICT,
     Torch,
     build_trampoline,
     injected,
@@ -29,7 +32,10 @@ ON_CUDA_TOO = (
     "test_allocator_faults.py",
     "test_allocator_frees.py",
     "test_allocator_sequences.py",
+    "test_host_memory.py",
+    "test_memory_pressure.py",
     "test_reported_sleep_failures.py",
+    "test_sleep_progress.py",
 )
 
 
@@ -86,8 +92,25 @@ def little_garbage() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def torch_side(module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Torch:
-    return Torch(module, build_trampoline(tmp_path_factory.mktemp("allocator_calls")))
+def trampoline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `build_trampoline` has built."""
+    return build_trampoline(tmp_path_factory.mktemp("allocator_calls"))
+
+
+@pytest.fixture(scope="session")
+def libc_double(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a library for LD_PRELOAD, `libc_double.cpp`."""
+    library = tmp_path_factory.mktemp("double") / "libc_double.so"
+    source = Path(__file__).parent / "native" / "libc_double.cpp"
+    compiler = os.environ.get("CXX", "g++")
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", source, "-ldl"]
+    subprocess.run([*command, "-o", library], check=True, timeout=120)
+    return os.fspath(library)
+
+
+@pytest.fixture(scope="session")
+def torch_side(module: ModuleType, trampoline: Path) -> Torch:
+    return Torch(module, trampoline)
 
 
 @pytest.fixture
@@ -108,8 +131,11 @@ def world(
     monkeypatch.setenv("VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE", "1")
     monkeypatch.setattr(torch.accelerator, "synchronize", torch_side.synchronize)
     monkeypatch.setattr(torch.accelerator, "empty_cache", torch_side.empty_cache)
+    # Backups of a few MiB in several pieces, which threads prepare.
+    small = partial(module.HostArena, piece_size=PIECE)
+    monkeypatch.setattr(module, "HostArena", small)
     simulator.reset(profile)
-    simulator.configure(stale_memory="poisoned", one_mapping_copies=True)
+    simulator.configure(**STRICT)
     world = World(module, torch_side)
     yield world
     simulator.reset(PROFILES[-1])

@@ -31,6 +31,12 @@ GRANULARITY = 4096 if IS_HIP else 2 << 20
 CHUNK = 1 << 20 if IS_HIP else 2 << 20
 """Bytes, the smallest that VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE can ask for; CUDA has none,
 and there it is a size."""
+PIECE = CHUNK
+"""Bytes of host memory that are touched and locked at a time."""
+
+STRICT: dict[str, Any] = {"stale_memory": "poisoned", "one_mapping_copies": IS_HIP}
+"""Switches: new memory has other data's bytes, and on HIP no copy may go past the end
+of a mapping, which CUDA's driver allows."""
 
 
 injected: Counter[str] = Counter()
@@ -212,8 +218,10 @@ def pattern(number: int, size: int) -> np.ndarray:
 
 
 @contextmanager
-def logged(logger: str = "vllm.device_allocator.cumem") -> Iterator[list[str]]:
-    """The warnings and errors that a module logs, with their exceptions' texts."""
+def logged(
+    logger: str = "vllm.device_allocator.cumem", level: int = logging.WARNING
+) -> Iterator[list[str]]:
+    """What a module logs from a level on, with the texts of exceptions."""
     lines: list[str] = []
 
     class Handler(logging.Handler):
@@ -221,12 +229,15 @@ def logged(logger: str = "vllm.device_allocator.cumem") -> Iterator[list[str]]:
             error = record.exc_info[1] if record.exc_info else None
             lines.append(f"{record.getMessage()} {error or ''}")
 
-    handler = Handler(logging.WARNING)
-    logging.getLogger(logger).addHandler(handler)
+    source, handler = logging.getLogger(logger), Handler(level)
+    before = source.level
+    source.addHandler(handler)
+    source.setLevel(level)
     try:
         yield lines
     finally:
-        logging.getLogger(logger).removeHandler(handler)
+        source.setLevel(before)
+        source.removeHandler(handler)
 
 
 def new_calls(before: Any, after: Any) -> Counter[str]:

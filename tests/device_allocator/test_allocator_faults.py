@@ -8,9 +8,13 @@ them, with that one call failing, and afterwards
   to have, and it is the same for all of them;
 * the error, raised or logged, names the call;
 * the operation succeeds when it is repeated;
-* nothing is left once everything is freed.
+* nothing is left once everything is freed, and where host memory is given back after a
+  wake, none is held that has no backup.
+
+A backup has several pieces of host memory, so each of them is refused in turn.
 """
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -19,12 +23,15 @@ from itertools import product
 from typing import NamedTuple
 
 import pytest
+from vllm.device_allocator.host_backups import HostMemoryPolicy
 
 from .simulated_gpu import (
     CHUNK,
     GRANULARITY,
     IS_HIP,
+    PIECE,
     PROFILES,
+    STRICT,
     OutOfMemory,
     injected,
     logged,
@@ -87,6 +94,36 @@ def wake(level: tuple[str, ...], tags: list[str] | None) -> Operation:
     )
 
 
+def with_memory_kept(level: tuple[str, ...]) -> Callable:
+    """An earlier sleep at this level has left its host memory."""
+
+    def prepare(world: World) -> None:
+        sleeping(level)(world)
+        world.wake()
+        world.check(world.after_wake())
+        assert world.held_bytes() > 0
+
+    return prepare
+
+
+def giving_back(prepare: Callable) -> Callable:
+    def with_policy(world: World) -> None:
+        world.cumem.host_memory_policy = HostMemoryPolicy.RELEASE
+        prepare(world)
+
+    return with_policy
+
+
+def locking_little(prepare: Callable) -> Callable:
+    """No whole piece can be page-locked, and half of one for a buffer."""
+
+    def with_limit(world: World) -> None:
+        simulator.configure(max_locked_bytes=PIECE // 2)
+        prepare(world)
+
+    return with_limit
+
+
 def discard(*tags: str) -> Operation:
     return Operation(
         lambda world: world.cumem.discard(tags),
@@ -121,6 +158,39 @@ CHANGES = {
 }
 
 
+# What the release of HIP makes no difference to.
+HOST_MEMORY = {
+    "later sleep at level 1": sleep(LEVEL_1, prepare=with_memory_kept(LEVEL_1)),
+    "later sleep that takes more": sleep(LEVEL_1, prepare=with_memory_kept(LEVEL_2)),
+    "sleep where memory is given back": sleep(
+        LEVEL_1, prepare=giving_back(lambda world: None)
+    ),
+    "wake where memory is given back": Operation(
+        lambda world: world.wake(),
+        lambda world: world.after_wake(),
+        giving_back(sleeping(LEVEL_1)),
+    ),
+    "sleep that locks little": sleep(
+        LEVEL_1, prepare=locking_little(lambda world: None)
+    ),
+    "wake that locks little": Operation(
+        lambda world: world.wake(),
+        lambda world: world.after_wake(),
+        locking_little(sleeping(LEVEL_1)),
+    ),
+    "trim of host memory": Operation(
+        lambda world: world.cumem.trim_host_memory(),
+        lambda world: dict(world.expected),
+        with_memory_kept(LEVEL_1),
+    ),
+}
+RUNS = [
+    *((name, profile) for name in CHANGES for profile in PROFILES),
+    *((name, PROFILES[-1]) for name in HOST_MEMORY),
+]
+OPERATIONS = {**CHANGES, **HOST_MEMORY}
+
+
 class Harmless(NamedTuple):
     """A failure that an operation gets over, and whether anybody is told."""
 
@@ -130,6 +200,9 @@ class Harmless(NamedTuple):
 
 NOT_LOCKED = Harmless("the backup is not page-locked, or stays so until the next call")
 LEFT = Harmless("destroyed by a later call")
+NO_NODE = Harmless("host memory is then on any NUMA node", False)
+NO_BUFFER = Harmless("copied through fewer or smaller buffers, or none", False)
+TRIED_AGAIN = Harmless("a wake without memory collects garbage and is tried once more")
 HARMLESS = {
     "hipHostRegister": NOT_LOCKED,
     "hipHostUnregister": NOT_LOCKED,
@@ -137,6 +210,14 @@ HARMLESS = {
     "cuMemHostUnregister": NOT_LOCKED,
     "hipGetDevice": NOT_LOCKED,
     "cuCtxGetCurrent": NOT_LOCKED,
+    "hipDeviceGetPCIBusId": NO_NODE,
+    "cuDeviceGetPCIBusId": NO_NODE,
+    "cuDeviceGet": NO_NODE,
+    "cuCtxSetCurrent": Harmless("a thread that ends leaves its context twice", False),
+    "hipHostMalloc": NO_BUFFER,
+    "cuMemHostAlloc": NO_BUFFER,
+    "hipHostFree": LEFT,
+    "cuMemFreeHost": LEFT,
     "hipStreamDestroy": LEFT,
     "cuStreamDestroy_v2": LEFT,
     "hipMemAddressReserve": Harmless("asked for again without an alignment", False),
@@ -145,7 +226,21 @@ HARMLESS = {
 }
 
 
+def harmless(name: str, call: str, error: int) -> Harmless:
+    """Why nothing was raised.
+
+    Raises:
+        KeyError: There is no reason.
+    """
+    if call in HARMLESS:
+        return HARMLESS[call]
+    if name.startswith("wake") and error == OUT_OF_MEMORY:
+        return TRIED_AGAIN
+    raise KeyError(call)
+
+
 def populate(world: World) -> None:
+    world.cumem._host_backups._told.clear()  # a refusal is told once a process
     for tag, size in ALLOCATIONS:
         world.allocate(tag, size)
 
@@ -176,12 +271,11 @@ def faults_of(calls: Counter[str]) -> list[tuple[str, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("profile", PROFILES, indirect=True)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "profile"), RUNS, indirect=["profile"])
 def test_changes_of_state(
     world: World, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    operation = CHANGES[name]
+    operation = OPERATIONS[name]
     populate(world)
     operation.prepare(world)
     calls = calls_of(world, operation.run)
@@ -192,9 +286,10 @@ def test_changes_of_state(
         operation.prepare(world)
         before, after = dict(world.expected), operation.after(world)
         capfd.readouterr()
+        emptied = world.torch.emptied
         simulator.fail(call, nth, error)
         raised = None
-        with logged() as lines:
+        with logged(level=logging.INFO) as lines:
             try:
                 operation.run(world)
             except RuntimeError as caught:
@@ -204,7 +299,9 @@ def test_changes_of_state(
         try:
             assert simulator.stats().pending_faults == 0
             if raised is None:
-                assert not HARMLESS[call].is_told or names(text, call)
+                reason = harmless(name, call, error)
+                assert not reason.is_told or names(text, call)
+                assert reason is not TRIED_AGAIN or world.torch.emptied > emptied
                 world.check(after)
             else:
                 assert names(raised, call)
@@ -212,6 +309,8 @@ def test_changes_of_state(
                 world.check(*([before] if says_before else [before, after]))
             operation.run(world)
             world.check(after)
+            if world.cumem.host_memory_policy is HostMemoryPolicy.RELEASE:
+                assert world.held_bytes() <= world.held_for_backups()
             empty(world)
         except (AssertionError, KeyError, RuntimeError) as problem:
             raise AssertionError(f"{case}: {problem}") from problem
@@ -256,7 +355,7 @@ def test_nothing_is_lost_when_a_roll_back_fails(world: World, name: str) -> None
         with logged(), suppress(RuntimeError):
             operation.run(world)
         simulator.reset()
-        simulator.configure(stale_memory="poisoned", one_mapping_copies=True)
+        simulator.configure(**STRICT)
         try:
             operation.run(world)
             world.check(after)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from vllm.device_allocator import cumem
+from vllm.device_allocator.host_backups import HostMemoryPolicy
 from vllm.device_allocator.host_capacity import HostLimit, HostMemoryError
 
 from .simulated_gpu import (
@@ -22,9 +23,10 @@ from .simulated_gpu import (
     number_of,
     simulator,
 )
-from .world import LEVEL_1, World
+from .world import LEVEL_1, LEVEL_2, World
 
 DEADLINE = 30  # seconds
+REGISTER = name_of("hipHostRegister", "cuMemHostRegister_v2")
 
 
 def in_thread(work: Callable[[], object]) -> None:
@@ -100,7 +102,7 @@ def test_a_free_beside_copies(world: World) -> None:
 CUDA_NAMES = {"hipMemUnmap": "cuMemUnmap", "hipMemcpyAsync": "cuMemcpyDtoHAsync_v2"}
 
 
-def out_of_memory(size: int) -> None:
+def out_of_memory(size: int, **options: object) -> object:
     raise MemoryError(f"no address space for {size} bytes")
 
 
@@ -361,30 +363,40 @@ def test_a_backup_that_the_host_cannot_hold(
     world.check(world.after_sleep(()))
 
 
+@pytest.mark.parametrize("policy", HostMemoryPolicy)
 @pytest.mark.parametrize("call", ["hipMemUnmap", "hipMemcpyAsync", "no memory"])
-def test_a_failed_sleep_keeps_no_backup(
-    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+def test_a_failed_sleep_leaves_its_host_memory_to_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str, policy: HostMemoryPolicy
 ) -> None:
-    """A second try needs the host memory, and garbage may be collected much later."""
+    """Or gives it back at once; garbage may be collected much later."""
+    world.cumem.host_memory_policy = policy
     world.allocate("weights", CHUNK)
     kind: type[Exception] = RuntimeError
-    if call == "no memory":
-        kind = MemoryError
-        monkeypatch.setattr(world.module, "HostArena", out_of_memory)
-    elif IS_HIP:
-        simulator.fail(call, 1, 999)
-    else:
-        simulator.fail(CUDA_NAMES[call], 1, 999)
-    gc.disable()
-    try:
-        world.sleep(LEVEL_1)
-    except kind as error:
-        text = str(error)
-    finally:
-        gc.enable()
+    with monkeypatch.context() as patched:
+        if call == "no memory":
+            kind = MemoryError
+            patched.setattr(world.module, "HostArena", out_of_memory)
+        elif IS_HIP:
+            simulator.fail(call, 1, 999)
+        else:
+            simulator.fail(CUDA_NAMES[call], 1, 999)
+        gc.disable()
+        try:
+            world.sleep(LEVEL_1)
+        except kind as error:
+            text = str(error)
+        finally:
+            gc.enable()
     assert "nothing has changed" in text
-    assert simulator.stats().registered_ranges == 0
     world.check(world.expected)
+    kept = call != "no memory" and policy is HostMemoryPolicy.KEEP
+    assert simulator.stats().registered_bytes == (CHUNK if kept else 0)
+    assert world.cumem.host_bytes_needed(LEVEL_1) == (0 if kept else CHUNK)
+
+    registrations = number_of(REGISTER)
+    world.sleep(LEVEL_1)
+    world.check(world.after_sleep(LEVEL_1))
+    assert number_of(REGISTER) - registrations == (0 if kept else 1)
 
 
 def test_host_bytes_are_known_beforehand(world: World) -> None:
@@ -409,7 +421,7 @@ def test_the_cache_is_emptied_once_a_sleep(world: World) -> None:
     assert world.torch.emptied == emptied + 1
     world.check(world.after_sleep(("default",)))
     world.wake()
-    assert world.torch.emptied == emptied + 2
+    assert world.torch.emptied == emptied + 1, "a wake leaves PyTorch its cache"
     world.check(world.after_wake())
 
 
@@ -431,7 +443,12 @@ def test_a_second_sleep_keeps_the_first_ones_policy(world: World) -> None:
     world.check(world.after_wake())
 
 
-def test_a_backup_lives_as_long_as_its_allocation(world: World) -> None:
+@pytest.mark.parametrize("policy", HostMemoryPolicy)
+def test_a_backup_lives_as_long_as_its_allocation(
+    world: World, policy: HostMemoryPolicy
+) -> None:
+    """Its memory stays for the next one, or goes with the next call."""
+    world.cumem.host_memory_policy = policy
     ptr = world.allocate("weights", CHUNK)
     world.sleep(LEVEL_1)
     data = world.cumem.pointer_to_data[ptr]
@@ -440,8 +457,14 @@ def test_a_backup_lives_as_long_as_its_allocation(world: World) -> None:
     assert data.cpu_backup_tensor.shape == (CHUNK,)
     world.free(ptr)
     assert data.cpu_backup_tensor is None
-    gc.collect()
+    # PyTorch waits for the callback, so none gives memory back.
+    assert simulator.stats().registered_bytes == CHUNK
+    world.cumem.discard(())
+    if policy is HostMemoryPolicy.KEEP:
+        assert simulator.stats().registered_bytes == CHUNK
+        assert world.cumem.trim_host_memory() == CHUNK
     assert simulator.stats().registered_ranges == 0
+    assert world.cumem.trim_host_memory() == 0
 
 
 def test_host_memory_serves_the_next_sleep(world: World) -> None:
@@ -450,9 +473,7 @@ def test_host_memory_serves_the_next_sleep(world: World) -> None:
     for _ in range(3):
         world.sleep(LEVEL_1)
         world.check(world.after_sleep(LEVEL_1))
-        registered.append(
-            simulator.stats().calls[name_of("hipHostRegister", "cuMemHostRegister_v2")]
-        )
+        registered.append(number_of(REGISTER))
         assert simulator.stats().registered_bytes == 3 * CHUNK
         world.wake()
         world.check(world.after_wake())
@@ -463,9 +484,35 @@ def test_host_memory_serves_the_next_sleep(world: World) -> None:
     assert world.cumem.host_bytes_needed(LEVEL_1) == 3 * CHUNK
 
 
-@pytest.mark.parametrize("blocks", [1, 4], ids=["less", "more"])
-def test_host_memory_of_another_size_is_given_back_first(
-    world: World, monkeypatch: pytest.MonkeyPatch, blocks: int
+def test_a_smaller_backup_leaves_the_host_as_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at level 2, after which one of level 1 finds its memory again."""
+
+    def check(num_bytes: int) -> None:
+        raise AssertionError(f"{num_bytes} bytes are asked for")
+
+    world.allocate("weights", 3 * CHUNK)
+    world.allocate("runtime", CHUNK)
+    world.sleep(LEVEL_1)
+    world.wake()
+    world.check(world.after_wake())
+    held = world.held_bytes()
+    assert held == simulator.stats().registered_bytes == 4 * CHUNK
+    monkeypatch.setattr(cumem, "check_host_capacity", check)
+    registrations = number_of(REGISTER)
+    for level in (LEVEL_2, LEVEL_1):
+        assert world.cumem.host_bytes_needed(level) == 0
+        world.sleep(level)
+        world.check(world.after_sleep(level))
+        world.wake()
+        world.check(world.after_wake())
+        assert world.held_bytes() == held
+    assert number_of(REGISTER) == registrations
+
+
+def test_memory_that_does_not_serve_is_given_back_before_more_is_taken(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ptr = world.allocate("weights", 2 * CHUNK)
     world.sleep(LEVEL_1)
@@ -474,18 +521,18 @@ def test_host_memory_of_another_size_is_given_back_first(
     world.check(world.after_wake())
     world.free(ptr)
     del world.expected[ptr]
-    world.allocate("weights", blocks * CHUNK)
-    held = []
+    world.allocate("weights", 4 * CHUNK)
+    checked = []
 
     def check(num_bytes: int) -> None:
-        held.append((num_bytes, simulator.stats().registered_bytes))
+        checked.append((num_bytes, simulator.stats().registered_bytes))
 
     monkeypatch.setattr(cumem, "check_host_capacity", check)
-    assert world.cumem.host_bytes_needed(LEVEL_1) == blocks * CHUNK
+    assert world.cumem.host_bytes_needed(LEVEL_1) == 2 * CHUNK, "beyond what is held"
     world.sleep(LEVEL_1)
     world.check(world.after_sleep(LEVEL_1))
-    assert held == [(blocks * CHUNK, 0)]
-    assert simulator.stats().registered_bytes == blocks * CHUNK
+    assert checked == [(2 * CHUNK, 2 * CHUNK)]
+    assert simulator.stats().registered_bytes == 4 * CHUNK
     world.wake()
     world.check(world.after_wake())
 
@@ -497,10 +544,11 @@ def test_host_memory_with_a_backup_is_left_alone(world: World) -> None:
     world.check(world.after_sleep(LEVEL_1))
     world.wake(["kv_cache"])  # and the runtime state
     world.check(world.after_wake(["kv_cache"]))
-    world.cumem.trim_host_memory()
-    assert simulator.stats().registered_bytes == 2 * CHUNK
+    assert world.cumem.trim_host_memory() == CHUNK
+    assert simulator.stats().registered_bytes == CHUNK
+    world.check(world.expected)
     world.sleep(LEVEL_1)
     world.check(world.after_sleep(LEVEL_1))
-    assert simulator.stats().registered_bytes == 3 * CHUNK
+    assert simulator.stats().registered_bytes == 2 * CHUNK
     world.wake()
     world.check(world.after_wake())

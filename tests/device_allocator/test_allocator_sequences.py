@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random allocations, writes, frees, sleeps, wakes and discards, in two threads."""
+"""Random allocations, writes, frees, sleeps, wakes and discards, in two threads.
 
+Host memory that holds no backup stays or goes, as the policy says, in pieces of some
+size.
+"""
+
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -10,17 +15,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
+from vllm.device_allocator.host_backups import HostMemoryPolicy
 
 from .simulated_gpu import (
     CHUNK,
     GRANULARITY,
     IS_HIP,
     PROFILES,
+    STRICT,
     logged,
     name_of,
     simulator,
@@ -41,6 +49,7 @@ CALLS = (
     name_of("hipStreamSynchronize", "cuStreamSynchronize"),
     name_of("hipDeviceSynchronize", "cuCtxSynchronize"),
     name_of("hipMemAddressFree", "cuMemAddressFree"),
+    name_of("hipHostUnregister", "cuMemHostUnregister"),
 )
 
 
@@ -78,12 +87,29 @@ allocations = st.tuples(st.sampled_from(TAGS), st.sampled_from(SIZES))
 
 
 class Allocations(RuleBasedStateMachine):
-    """A world; after each step every allocation is where and what it should be."""
+    """A world; after each step every allocation is where and what it should be.
+
+    Attributes:
+        may_be_left: Host memory without a backup may wait for the next call, since an
+            allocation was freed asleep or the driver did not let go.
+    """
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self.world = world
         self.threads = [ThreadPoolExecutor(1) for _ in range(2)]
+        self.arena_type = world.module.HostArena
+        self.may_be_left = False
+
+    @initialize(
+        policy=st.sampled_from(HostMemoryPolicy),
+        piece=st.sampled_from([16 * GRANULARITY, CHUNK, 64 << 20]),
+    )
+    def choose(self, policy: HostMemoryPolicy, piece: int) -> None:
+        self.world.cumem.host_memory_policy = policy
+        self.world.module.HostArena = functools.partial(
+            self.arena_type, piece_size=piece
+        )
 
     def start(self, thread: int, work: Callable[..., Any], *args: Any) -> Future:
         return self.threads[thread].submit(work, *args)
@@ -123,13 +149,34 @@ class Allocations(RuleBasedStateMachine):
     def free(self, thread: int, place: int) -> None:
         ptr = self.chosen(place)
         del self.world.expected[ptr]
+        self.may_be_left = True
         self.run(thread, self.world.free, ptr)
 
     @rule(thread=threads, transition=transitions)
     def change(self, thread: int, transition: Transition) -> None:
         after = transition.after(self.world)
         self.run(thread, transition.run, self.world)
+        self.may_be_left = False
         self.world.check(after)
+
+    @rule(tags=some_tags)
+    def sleep_as_foretold(self, tags: tuple[str, ...]) -> None:
+        """In host memory, which is what a host is checked for."""
+        world = self.world
+        held, needed = world.held_bytes(), world.cumem.host_bytes_needed(tags)
+        after = world.after_sleep(tags)
+        world.sleep(tags)
+        self.may_be_left = False
+        world.check(after)
+        holds = world.held_bytes()
+        assert holds == held + needed if needed else holds <= held
+
+    @rule(thread=threads)
+    def trim(self, thread: int) -> None:
+        held = self.world.held_bytes()
+        given = self.run(thread, self.world.cumem.trim_host_memory)
+        self.may_be_left = False
+        assert self.world.held_bytes() == self.world.held_for_backups() == held - given
 
     @rule(first=transitions, second=transitions)
     def change_in_both(self, first: Transition, second: Transition) -> None:
@@ -165,6 +212,7 @@ class Allocations(RuleBasedStateMachine):
         changing = self.start(0, transition.run, world)
         new = self.run(1, others)
         changing.result(DEADLINE)
+        self.may_be_left = True
         after = {ptr: block for ptr, block in after.items() if ptr not in gone}
         unchanged = {ptr: world.expected[ptr] for ptr in new}
         world.expected = dict(unchanged)
@@ -185,6 +233,7 @@ class Allocations(RuleBasedStateMachine):
         """One driver call fails, or would have."""
         before, after = dict(self.world.expected), transition.after(self.world)
         simulator.fail(call, nth, 999)
+        self.may_be_left = True
         try:
             self.run(thread, transition.run, self.world)
         except RuntimeError:
@@ -198,8 +247,14 @@ class Allocations(RuleBasedStateMachine):
     def everything_is_where_it_should_be(self) -> None:
         self.world.check(self.world.expected)
         assert sorted(self.world.module.ranges()) == sorted(self.world.expected)
+        held = self.world.held_bytes()
+        assert simulator.stats().registered_bytes == held
+        releases = self.world.cumem.host_memory_policy is HostMemoryPolicy.RELEASE
+        if releases and not self.may_be_left:
+            assert held == self.world.held_for_backups()
 
     def teardown(self) -> None:
+        self.world.module.HostArena = self.arena_type
         for thread in self.threads:
             thread.shutdown()
         self.world.free_all()
@@ -207,9 +262,7 @@ class Allocations(RuleBasedStateMachine):
 
 
 def prepare() -> None:
-    simulator.configure(
-        stale_memory="poisoned", one_mapping_copies=True, copy_latency_us=200
-    )
+    simulator.configure(**STRICT, copy_latency_us=200)
 
 
 @pytest.mark.parametrize(

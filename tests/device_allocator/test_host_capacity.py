@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the host can hold, for processes in many kinds of control groups."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,3 +198,57 @@ def test_a_refusal_has_numbers_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_this_process_has_a_capacity() -> None:
     assert 0 < host_capacity.host_capacity().available <= MACHINE
+
+
+# --- CPUs -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("quota", "cpus"),
+    [
+        ("max 100000", 8),
+        ("200000 100000", 2),
+        ("250000 100000", 3),
+        ("1000 100000", 1),
+        ("1600000 100000", 8),
+        ("200000", 8),
+        ("", 8),
+    ],
+)
+def test_a_quota_is_rounded_up(
+    v2: Write, tmp_path: Path, eight_cpus: None, quota: str, cpus: int
+) -> None:
+    v2("pod/app/cpu.max", quota)
+    assert host_capacity.usable_cpus(tmp_path) == cpus
+
+
+def test_the_least_quota_of_nested_groups_holds(
+    v2: Write, tmp_path: Path, eight_cpus: None
+) -> None:
+    v2("pod/app/cpu.max", "max 100000")
+    v2("pod/cpu.max", "150000 50000")
+    assert host_capacity.usable_cpus(tmp_path) == 3
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [(-1, 8), (300000, 3), (310000, 4)])
+def test_a_quota_of_version_1(
+    v1: Write, write: Write, tmp_path: Path, eight_cpus: None, quota: int, cpus: int
+) -> None:
+    write("sys/fs/cgroup/cpu/cpus/cpu.cfs_quota_us", quota)
+    write("sys/fs/cgroup/cpu/cpus/cpu.cfs_period_us", 100000)
+    assert host_capacity.usable_cpus(tmp_path) == cpus
+
+
+def test_without_a_quota_the_affinity_mask_decides(
+    tmp_path: Path, eight_cpus: None
+) -> None:
+    assert host_capacity.usable_cpus(tmp_path) == 8
+
+
+def test_this_process_has_cpus() -> None:
+    assert 1 <= host_capacity.usable_cpus() <= len(os.sched_getaffinity(0))

@@ -161,6 +161,26 @@ class World:
 
         return {ptr: woken(ptr, block) for ptr, block in self.expected.items()}
 
+    # --- Host memory ------------------------------------------------------------------
+
+    def held_bytes(self) -> int:
+        """Of the host's memory, that the allocator has taken and not given back."""
+        return sum(arena.prepared for arena in self.cumem._host_backups.arenas)
+
+    def held_for_backups(self) -> int:
+        """Bytes of the pieces in which there are backups."""
+        backups = self.cumem._backups()
+        return sum(
+            min(arena.piece_size, arena.size - offset)
+            for arena in self.cumem._host_backups.arenas
+            for offset in range(0, arena.size, arena.piece_size)
+            if any(
+                backup.address < arena.address + offset + arena.piece_size
+                and arena.address + offset < backup.end
+                for backup in backups
+            )
+        )
+
     # --- Checks -----------------------------------------------------------------------
 
     def states(self) -> dict[int, str]:

@@ -319,7 +319,8 @@ def test_a_wake_that_fails_leaves_the_engine_asleep(
     each = next(iter(known))
     good(engine.sleep(level))
     before = engine.device_memory()
-    engine.rpc("fail_call", call=call, nth=nth)
+    # The wake is tried once more where there is no memory.
+    engine.rpc("fail_call", call=call, nth=nth, times=2)
     status, body = engine.wake(*tags)
     assert status == 500
     assert f"{call} failed: hipErrorOutOfMemory (2)" in body
@@ -334,3 +335,14 @@ def test_a_wake_that_fails_leaves_the_engine_asleep(
         engine.rpc("reload_weights")
     assert engine.ask(each).tokens == known.answers[each].tokens
     check_awake(engine)
+
+
+def test_a_wake_that_finds_no_memory_at_first_is_tried_once_more(engine, known):
+    each = next(iter(known))
+    good(engine.sleep())
+    said = len(engine.said())
+    engine.rpc("fail_call", call="hipMemCreate", nth=2)
+    good(engine.wake())
+    check_awake(engine)
+    assert "hipMemCreate failed: hipErrorOutOfMemory (2)" in engine.said()[said:]
+    assert engine.ask(each).tokens == known.answers[each].tokens

@@ -75,7 +75,7 @@ def test_a_rank_that_cannot_sleep_at_level_2_leaves_the_engine_asleep(
 def test_a_rank_that_cannot_wake_leaves_the_engine_asleep(engine, known, call, rank):
     good(engine.sleep(1))
     check_asleep(engine)
-    engine.rpc("fail_call", call=call, rank=rank)
+    engine.rpc("fail_call", call=call, error=1, rank=rank)
     status, body = engine.wake()
     assert status == 500
     assert f"rank {rank}: " in body and f"rank {1 - rank}: " not in body
@@ -90,7 +90,7 @@ def test_both_ranks_fail_in_turn(engine, known):
     """No answer of one failure is taken for the next call's."""
     for call, rank in (("hipMemCreate", 0), ("hipMemMap", 1), ("hipMemSetAccess", 0)):
         good(engine.sleep(1))
-        engine.rpc("fail_call", call=call, rank=rank)
+        engine.rpc("fail_call", call=call, error=1, rank=rank)
         status, body = engine.wake("weights")
         assert status == 500 and f"{call} failed" in body
         good(engine.wake())

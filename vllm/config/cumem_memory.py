@@ -59,6 +59,20 @@ def no_cumem_allocator() -> str:
     return f"{text}." if reason is None else f"{text}: {reason}."
 
 
+def check_host_memory_policy(vllm_config: "VllmConfig") -> None:
+    """Refuse a VLLM_SLEEP_HOST_MEMORY that is no policy, where it is going to count.
+
+    Raises:
+        ValueError: Names the variable, its value and the remedy.
+
+    """
+    from vllm.device_allocator.host_backups import host_memory_policy
+
+    model_config = vllm_config.model_config
+    if model_config is not None and model_config.enable_cumem_allocator:
+        host_memory_policy()
+
+
 def settle_chunk_size(vllm_config: "VllmConfig") -> None:
     """Make every reader of VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE read the same number.
 

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many more bytes of memory this process may use on its host.
+"""How much of its host this process may use: bytes of memory, and CPUs.
 
 A container's limit is often far below what the machine has, and a process that goes
 past it is killed rather than told. A backup of device memory is therefore held against
 the limits of every control group above the process and against MemAvailable before
-anything else happens.
+anything else happens. The same groups say for how many CPUs' time threads get to run,
+which the CPUs that the process sees do not tell.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import psutil
 
@@ -37,7 +39,7 @@ class HostMemoryError(RuntimeError):
     """The host cannot hold a backup.
 
     Attributes:
-        needed: Bytes of the backup.
+        needed: Bytes that the backup takes beside those that are held already.
         available: Bytes that the tightest limit leaves.
         limit: That limit, in words.
 
@@ -48,11 +50,22 @@ class HostMemoryError(RuntimeError):
         self.available = limit.available
         self.limit = limit.source
         super().__init__(
-            f"the backup needs {needed} bytes ({readable(needed)}) of host memory and "
-            f"{limit.available} ({readable(limit.available)}) are available: "
+            f"the backup takes {needed} more bytes ({readable(needed)}) of host memory "
+            f"and {limit.available} ({readable(limit.available)}) are available: "
             f"{limit.source}. {limit.remedy}, free host memory, or sleep at level 2, "
-            "which backs up no weights"
+            "which backs up no weights. Another engine on this host may keep memory of "
+            "its last sleep while it is awake: VLLM_SLEEP_HOST_MEMORY=release in its "
+            "environment, or its allocator's trim_host_memory(), frees that"
         )
+
+
+class _Hierarchy(Protocol):
+    """Control groups, by what mounts them; version 2 has no controller's name."""
+
+    @property
+    def file_system(self) -> str: ...
+    @property
+    def controller(self) -> str: ...
 
 
 class _Version(NamedTuple):
@@ -85,6 +98,20 @@ _VERSIONS = (
         usage="memory.usage_in_bytes",
         reclaimable=("total_active_file", "total_inactive_file"),
     ),
+)
+
+
+class _CpuVersion(NamedTuple):
+    """The same for CPUs; the names are in scheduler/sched-bwc.rst for version 1."""
+
+    file_system: str
+    controller: str
+    files: tuple[str, ...]
+
+
+_CPU_VERSIONS = (
+    _CpuVersion("cgroup2", "", ("cpu.max",)),
+    _CpuVersion("cgroup", "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
 )
 
 
@@ -129,7 +156,28 @@ def check_host_capacity(needed: int) -> None:
         raise HostMemoryError(needed, limit)
 
 
-def _groups(version: _Version, root: Path) -> Iterator[Path]:
+def usable_cpus(root: Path = Path("/")) -> int:
+    """How many CPUs' worth of threads can run at a time: 1 at least.
+
+    The least of the process's affinity mask and of the quotas of every control group
+    above it, rounded up.
+
+    Args:
+        root: Where ``proc`` and the mounted control groups are.
+
+    """
+    cpus = len(os.sched_getaffinity(0))
+    for version in _CPU_VERSIONS:
+        for group in _groups(version, root):
+            texts = [text for name in version.files for text in _lines(group / name)]
+            match " ".join(texts).split():
+                # "max" in version 2 and -1 in version 1 are no quota
+                case [quota, period] if quota.isdigit() and period.isdigit():
+                    cpus = min(cpus, -(-int(quota) // max(1, int(period))))
+    return max(1, cpus)
+
+
+def _groups(version: _Hierarchy, root: Path) -> Iterator[Path]:
     """The folders of the process's own control group and of those around it."""
     own = _own_group(version, root)
     mount = _mount(version, root)
@@ -149,7 +197,7 @@ def _groups(version: _Version, root: Path) -> Iterator[Path]:
     yield top
 
 
-def _own_group(version: _Version, root: Path) -> str | None:
+def _own_group(version: _Hierarchy, root: Path) -> str | None:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if version.controller in controllers.split(","):
@@ -157,7 +205,7 @@ def _own_group(version: _Version, root: Path) -> str | None:
     return None
 
 
-def _mount(version: _Version, root: Path) -> tuple[str, Path] | None:
+def _mount(version: _Hierarchy, root: Path) -> tuple[str, Path] | None:
     """What is mounted, and where; proc_pid_mountinfo(5) has the format."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")

@@ -198,6 +198,31 @@ def test_the_ranks_of_other_hosts_do_not_count(
     assert ranks.is_sleeping
 
 
+def test_a_rank_that_cannot_foretell_its_bytes_answers_all_the_same(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the answers of the others would be taken for those of the next call."""
+
+    def unknown(tags: tuple[str, ...]) -> int:
+        raise ValueError("not within a host arena")
+
+    def show_allocator() -> None:
+        allocator = SimpleNamespace(host_bytes_needed=unknown)
+        monkeypatch.setattr(CuMemAllocator, "instance", allocator)
+
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.workers[1], "show_allocator", show_allocator)
+        patch.setattr(sleep_ranks.logger, "exception", told.append)
+        there = HostLimit(13, "MemAvailable", "Use another machine")
+        patch.setattr(
+            "vllm.device_allocator.host_capacity.host_capacity", lambda: there
+        )
+        with pytest.raises(RuntimeError, match="takes 14 more bytes"):
+            ranks.sleep(level=1)
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_the_tags_are_those_that_vllm_keeps(
     level: int, monkeypatch: pytest.MonkeyPatch

@@ -221,7 +221,13 @@ def _host_bytes(worker: Any, tags: tuple[str, ...]) -> tuple[str, int]:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.instance
-    needed = 0 if allocator is None else allocator.host_bytes_needed(tags)
+    needed = 0
+    try:
+        if allocator is not None:
+            needed = allocator.host_bytes_needed(tags)
+    except Exception:
+        # As below: the rank's own check says so.
+        logger.exception("What a sleep takes of the host could not be foretold.")
     return socket.gethostname(), needed
 
 
