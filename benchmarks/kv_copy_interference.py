@@ -44,13 +44,10 @@ import hashlib
 import importlib
 import importlib.metadata
 import itertools
-import json
 import math
 import os
 import platform
 import random
-import re
-import shlex
 import shutil
 import signal
 import statistics
@@ -66,6 +63,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, Self
+
+import reporting
+from reporting import INK, BenchmarkError, Report, Result, Table, positive, progress
 
 if TYPE_CHECKING:
     import torch
@@ -102,12 +102,6 @@ PROFILE_TIMEOUT_S = 180.0
 # The copy kernels of HIP: copyBuffer, -Aligned, -Rect, -RectAligned, -Batch (ROCclr).
 BLIT_KERNEL = "__amd_rocclr_copyBuffer"
 OWN_KERNEL = "copy_pages"
-
-Result = dict[str, Any]
-
-
-class BenchmarkError(Exception):
-    """The benchmark cannot run, or a result cannot be read; the text says why."""
 
 
 class EngineUnavailable(Exception):
@@ -685,7 +679,7 @@ class CopyLoop:
         self._submit, self._transfers, self._depth = submit, transfers, depth
         self._started, self._stop = threading.Event(), threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
 
     @property
     def failed(self) -> bool:
@@ -1177,7 +1171,7 @@ def describe_machine() -> Result:
         driver = "amdgpu " + (".".join(map(str, numbers)) if numbers else "unknown")
     else:
         runtime = f"CUDA {torch.version.cuda}"
-        driver = _nvidia_driver()
+        driver = reporting.nvidia_driver()
     return {
         "gpu": properties.name,
         "gpu_memory_bytes": properties.total_memory,
@@ -1191,22 +1185,6 @@ def describe_machine() -> Result:
         "series": _series_version(),
         "series_files_sha256": _series_digest(),
     }
-
-
-def _nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    # A container may have the file or the tool, or neither.
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    sources: tuple[Callable[[], str], ...] = (
-        path.read_text,
-        lambda: subprocess.check_output(
-            query, text=True, stderr=subprocess.DEVNULL, timeout=20
-        ),
-    )
-    for read in sources:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            if found := re.search(r"\d+\.\d+(\.\d+)*", read()):
-                return f"nvidia {found[0]}"
-    return "nvidia unknown"
 
 
 def _series_version() -> str:
@@ -1348,10 +1326,6 @@ def why_invalid(entry: Result) -> str:
     return wrong_bytes(entry["round_trip"])
 
 
-def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def describe_case(case: Result) -> str:
     return (
         f"M {case['batch_size']}, {case['direction']} of {case['blocks']} blocks: "
@@ -1365,53 +1339,19 @@ def describe_case(case: Result) -> str:
 # --- The result ---------------------------------------------------------------------
 
 
-def save(result: Result, path: Path) -> None:
-    """Write the result; what is in the file stays until the new one is whole."""
-    text = json.dumps(result, indent=1) + "\n"
-    if path.exists() and not path.is_file():
-        path.write_text(text)
-        return
-    path = path.resolve()
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
+def report_of(result: Result) -> Report:
+    tables = [interference_table(result), engine_table(result)]
+    return Report(machine_text(result), tables)
 
 
-def load(path: Path) -> Result:
-    """Read what ``save`` wrote.
-
-    Raises:
-        BenchmarkError: The file is not such a result, of another version, or damaged.
-
-    """
-    try:
-        result = json.loads(path.read_text())
-    except OSError as error:
-        raise BenchmarkError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise BenchmarkError(f"{path} is not JSON: {error}") from error
-    if not isinstance(result, dict) or result.get("benchmark") != BENCHMARK:
-        raise BenchmarkError(f"{path} is not a result of this benchmark")
-    version = result.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise BenchmarkError(
-            f"{path} has schema version {version}, and this benchmark reads "
-            f"{SCHEMA_VERSION}: use the benchmark that wrote it"
-        )
-    missing = {"command", "machine", "settings", "engines", "loaded"} - set(result)
-    if missing:
-        raise BenchmarkError(
-            f"{path} is damaged: it lacks {', '.join(sorted(missing))}"
-        )
-    try:
-        _ = machine_text(result), interference_table(result), engine_table(result)
+def load(path: Path) -> tuple[Result, Report]:
+    def read(result: Result) -> Report:
+        # What only the picture needs.
         if measured(result):
             _ = picture_texts(result), marks_of(result)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BenchmarkError(
-            f"{path} is damaged: {type(error).__name__}: {error}"
-        ) from error
-    return result
+        return report_of(result)
+
+    return reporting.load(path, BENCHMARK, SCHEMA_VERSION, read)
 
 
 def percent_text(value: float) -> str:
@@ -1425,12 +1365,6 @@ def slowdown_text(slower: dict[str, float]) -> str:
         percent_text(slower[f"{name}_percent"]) for name in ("median", "mean", "p99")
     )
     return f"{median} ({mean}, {p99})"
-
-
-class Table(NamedTuple):
-    title: str
-    headers: list[str]
-    rows: list[list[str]]
 
 
 def interference_table(result: Result) -> Table:
@@ -1531,42 +1465,6 @@ def machine_text(result: Result) -> str:
     )
 
 
-def show(result: Result) -> None:
-    """Print both tables: with rich, or plainly where there is none."""
-    tables = [interference_table(result), engine_table(result)]
-    print(machine_text(result))
-    try:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ImportError:
-        for table in tables:
-            print(f"\n{plain(table)}")
-        return
-    # 120 columns where a file or a pipe has no width of its own.
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    for table in tables:
-        rendered = RichTable(title=table.title, show_lines=True)
-        for header in table.headers:
-            rendered.add_column(header, overflow="fold")
-        for row in table.rows:
-            rendered.add_row(*map(Text, row))
-        console.print(rendered)
-
-
-def plain(table: Table) -> str:
-    """Return the table as text in columns."""
-    rows = [[cell.split("\n") for cell in row] for row in [table.headers, *table.rows]]
-    columns = zip(*rows, strict=True)
-    widths = [max(map(len, itertools.chain(*column))) for column in columns]
-    lines = [table.title]
-    for row in rows:
-        for parts in itertools.zip_longest(*row, fillvalue=""):
-            cells = map(str.ljust, parts, widths)
-            lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 # --- The picture --------------------------------------------------------------------
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -1576,7 +1474,6 @@ COLOURS = {
     "batch-flag": "#009E73",
     "kernel": "#CC79A7",
 }
-INK = "#222222"
 
 
 def measured(result: Result) -> list[str]:
@@ -1842,20 +1739,8 @@ def _holds(outer: "Bbox", inner: "Bbox") -> bool:
 # --- The command --------------------------------------------------------------------
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
 def make_parser() -> argparse.ArgumentParser:
-    description, details = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=description,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.documented_parser(__doc__)
 
     def several(option: str, text: str, metavar: str) -> None:
         parser.add_argument(
@@ -1975,27 +1860,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             copy_only(args.copy_only, settings)
             return 0
         if args.from_json:
-            result = load(args.from_json)
+            result, report = load(args.from_json)
         else:
             require_gpu()
             if args.png:
                 check_picture(args.png)
-            words = sys.argv[1:] if arguments is None else arguments
-            command = shlex.join(
-                ["python", f"benchmarks/{Path(__file__).name}", *words]
-            )
 
             def keep(result: Result) -> None:
                 if args.json:
                     try:
-                        save(result, args.json)
+                        reporting.save(result, args.json)
                     except OSError as error:
                         progress(f"{args.json}: {error.strerror}")
 
+            command = reporting.command_line(__file__, arguments)
             result = measure(settings, command, args.quick, keep)
-        show(result)
+            report = report_of(result)
+        reporting.show(report)
         if args.json:
-            save(result, args.json)
+            reporting.save(result, args.json)
         if args.png:
             check_picture(args.png)
             figure = draw(result)

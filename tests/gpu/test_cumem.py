@@ -13,6 +13,7 @@ import pytest
 import torch
 import vllm.device_allocator.cumem as cumem
 from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.device_allocator.host_backups import HostMemoryPolicy
 from vllm.platforms import current_platform
 
 pytestmark = [
@@ -25,6 +26,8 @@ MIB = 1 << 20
 BLOCK = 72 * MIB
 BLOCKS = 340
 ROUNDS = 200
+# Bytes by which a process may be larger after a wake that gives host memory back.
+RELEASED = 512 * MIB
 # Longer than a whole wake of the small allocations here.
 LATE_CYCLES = 200_000_000
 
@@ -62,7 +65,6 @@ def _free() -> int:
 
 def test_host_memory_is_what_the_backup_needs(allocator: CuMemAllocator) -> None:
     blocks = _allocate(allocator, "weights", BLOCKS, BLOCK)
-    sums = _sums(blocks)
     backup = sum(data.handle[1] for data in allocator.pointer_to_data.values())
     # Of the runtime itself, which the first copies and registrations cost once.
     warm = _allocate(allocator, "kv_cache", 1, BLOCK)
@@ -70,7 +72,6 @@ def test_host_memory_is_what_the_backup_needs(allocator: CuMemAllocator) -> None
     allocator.wake_up()
     allocator.trim_host_memory()
     del warm
-    sums_after = None
     gc.collect()
 
     process = psutil.Process()
@@ -89,8 +90,75 @@ def test_host_memory_is_what_the_backup_needs(allocator: CuMemAllocator) -> None
         del backups
         assert backup <= held <= 1.02 * backup
         allocator.wake_up()
-        sums_after = _sums(blocks)
-        assert sums_after == sums
+        assert _sums(blocks) == sums
+
+
+def test_host_memory_comes_back_after_a_wake(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = _allocate(allocator, "weights", 57, BLOCK)
+    sums = _sums(blocks)
+    backup = sum(data.handle[1] for data in allocator.pointer_to_data.values())
+    monkeypatch.setattr(allocator, "host_memory_policy", HostMemoryPolicy.RELEASE)
+    process = psutil.Process()
+    for _ in range(2):
+        before = process.memory_info().rss
+        allocator.sleep(offload_tags="weights")
+        assert process.memory_info().rss - before >= 0.95 * backup
+        allocator.wake_up()
+        assert process.memory_info().rss - before <= RELEASED
+        assert _sums(blocks) == sums
+
+
+def test_backups_are_registered(allocator: CuMemAllocator) -> None:
+    blocks = _allocate(allocator, "weights", 4, BLOCK)
+    sums = _sums(blocks)
+    allocator.sleep(offload_tags="weights")
+    arenas = allocator._host_backups.arenas
+    assert sum(arena.prepared for arena in arenas) >= 4 * BLOCK
+    for arena in arenas:
+        assert arena.registration_error is None
+        assert arena.registered == arena.prepared
+    allocator.wake_up()
+    assert _sums(blocks) == sums
+
+
+def test_what_the_driver_does_not_register_takes_the_ring(
+    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of each piece but the first is registered already, so it is refused.
+
+    The first may be left out as well: a transfer that is refused twice asks no more.
+    """
+    runtime = torch.cuda.cudart()
+    pages: list[int] = []
+    make = cumem._module.HostArena
+
+    def with_registered_pages(size: int, **options: int) -> object:
+        arena = make(size, **options)
+        for offset in range(arena.piece_size, size, arena.piece_size):
+            assert int(runtime.cudaHostRegister(arena.address + offset, 4096, 0)) == 0
+            pages.append(arena.address + offset)
+        return arena
+
+    monkeypatch.setattr(cumem._module, "HostArena", with_registered_pages)
+    blocks = _allocate(allocator, "weights", 8, BLOCK)
+    sums = _sums(blocks)
+    try:
+        for _ in range(2):
+            allocator.sleep(offload_tags="weights")
+            (arena,) = allocator._host_backups.arenas
+            assert arena.registered <= arena.piece_size < arena.prepared
+            assert arena.registration_error
+            allocator.wake_up()
+            assert _sums(blocks) == sums
+    finally:
+        for page in pages:
+            runtime.cudaHostUnregister(page)
+    allocator.sleep(offload_tags="weights")
+    assert arena.registered == arena.prepared
+    allocator.wake_up()
+    assert _sums(blocks) == sums
 
 
 FREE_UNDER_KERNELS = f"""
