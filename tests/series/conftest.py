@@ -12,6 +12,7 @@ import sys
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import fetch_sdist
@@ -243,6 +244,16 @@ def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return known[names]
 
     monkeypatch.setattr(operations, "results", results)
+
+
+# Half a second for each function of a large file, of which the tests share most.
+_edited = cache(steps._edited)
+
+
+@pytest.fixture
+def edited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edit a content by a step once a session: the result depends on these alone."""
+    monkeypatch.setattr(steps, "_edited", _edited)
 
 
 @pytest.fixture

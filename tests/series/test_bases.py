@@ -19,7 +19,7 @@ import pytest
 from vllm_rocm_memory.series import SeriesError, operations, verification
 from vllm_rocm_memory.series.bases import measure
 from vllm_rocm_memory.series.compatibility import missing_names
-from vllm_rocm_memory.series.definition import Add, Replace, load
+from vllm_rocm_memory.series.definition import Add, Replace, Series, load
 from vllm_rocm_memory.series.export import export
 from vllm_rocm_memory.series.steps import results
 from vllm_rocm_memory.series.target import Target
@@ -28,10 +28,22 @@ from vllm_rocm_memory.serve import is_cpu_build
 REPOSITORY = Path(__file__).parents[2]
 KV_PATCHES = ("kv-copy-engine", "kv-transfer-failures")
 
+pytestmark = pytest.mark.usefixtures("edited_once")
+
 
 @pytest.fixture
 def ours():
     return load()
+
+
+def touched_part(whole: Target, series: Series, folder: Path) -> Path:
+    """A copy of what the tool reads and writes; the rest of the tree costs time."""
+    touched = {f for patch in series.patches for f in series.upstream_files(patch)}
+    for path in ("vllm/__init__.py", *sorted(touched), *whole.records):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(whole.root / path, folder / path)
+    (folder / "vllm" / "platforms").mkdir(exist_ok=True)
+    return folder
 
 
 def test_the_installed_tree_is_pristine(installed_tree, ours):
@@ -110,8 +122,7 @@ def test_apply_and_revert(base, ours, snapshot, record_faults, installed_version
     target = Target.find(root)
     # The CPU build imports anywhere; a GPU's vLLM needs its binaries, not copied here.
     replaced = ["vllm.v1.simple_kv_offload.copy_backend"]
-    importable = not verification.import_failures(target, replaced)
-    assert importable or not is_cpu_build()
+    importable = is_cpu_build() or not verification.import_failures(target, replaced)
     outcome = operations.apply(target, ours)
     # This also imports what the series touches, in a fresh process.
     assert (outcome.not_verified is None) == importable
@@ -144,14 +155,7 @@ def test_killed_at_any_operation(base, ours, faults, snapshot, tmp_path):
         for step in patch.built:
             (tmp_path / Path(step.file).name).write_bytes(b"\x7fELF\0\xff")
     ours = replace(ours, native=tmp_path)
-    # The tool reads and writes nothing else, so the rest of the tree only costs time.
-    whole = Target.find(root)
-    touched = {file for patch in ours.patches for file in ours.upstream_files(patch)}
-    small = tmp_path / "small"
-    for path in ("vllm/__init__.py", *sorted(touched), *whole.records):
-        (small / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / path, small / path)
-    (small / "vllm" / "platforms").mkdir()
+    small = touched_part(Target.find(root), ours, tmp_path / "small")
     original = snapshot(small)
     target = Target.find(small)
     faults.seen.clear()
@@ -176,13 +180,9 @@ def test_killed_at_any_operation(base, ours, faults, snapshot, tmp_path):
 
 
 @pytest.mark.usefixtures("unverified")
-@pytest.mark.parametrize("base", ["0.33.0"], indirect=True)
-def test_git_am_on_the_source_distribution(
-    base, ours, upstream_tree, tmp_path, snapshot
-):
-    version, _ = base
-    tree = tmp_path / "tree"
-    shutil.copytree(upstream_tree(version) / "vllm", tree / "vllm")
+def test_git_am_on_the_source_distribution(ours, upstream_tree, tmp_path, snapshot):
+    whole = Target.find(upstream_tree("0.33.0"))
+    tree = touched_part(whole, ours, tmp_path / "tree")
     target = Target.find(tree)
     written = export(target, ours, tmp_path / "out")
     operations.apply(target, ours)

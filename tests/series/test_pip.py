@@ -3,17 +3,17 @@
 
 import shutil
 import subprocess
-import sys
 import venv
 import zipfile
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 
+from vllm_rocm_memory import cli
 from vllm_rocm_memory.series.definition import load
 
-REPOSITORY = Path(__file__).parents[2]
 # Enough of vLLM to lay the series over, from the real trees, and some more.
 PARTS = ("*.py", "platforms/*.py", "v1/worker/*.py")
 
@@ -80,16 +80,18 @@ class Environment:
         }
 
 
-def series(*arguments: object) -> str:
-    process = subprocess.run(
-        [sys.executable, "-m", "vllm_rocm_memory.cli", *map(str, arguments)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stderr
+@pytest.fixture
+def series(edited_once: None, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """The command, as its own tests start it, but in this process."""
+
+    def run(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*map(str, arguments)])
+        error = capsys.readouterr().err
+        assert ended.value.code == 0, error
+        return error
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,9 @@ def environment(tmp_path_factory) -> Environment:
     return Environment(tmp_path_factory.mktemp("environment") / "venv")
 
 
-def test_pip_leaves_nothing_of_ours(environment, wheels, record_faults, snapshot):
+def test_pip_leaves_nothing_of_ours(
+    environment, wheels, series, record_faults, snapshot
+):
     environment.install(wheels["0.33.0"])
     fresh = environment.content()
     environment.pip("uninstall", "-y", "vllm")
@@ -136,7 +140,9 @@ def test_pip_leaves_nothing_of_ours(environment, wheels, record_faults, snapshot
     assert environment.content() == environment.without
 
 
-def test_without_the_lines_in_record_there_would_be_something_left(environment, wheels):
+def test_without_the_lines_in_record_there_would_be_something_left(
+    environment, wheels, series
+):
     environment.install(wheels["0.32.0"])
     (record,) = environment.site.glob("vllm-*.dist-info/RECORD")
     before = record.read_bytes()

@@ -2,8 +2,10 @@
 """What the tests of the simulated device share."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
 
 import pytest
 
@@ -48,21 +50,91 @@ def simulator() -> Iterator[None]:
     assert live() == before
 
 
+class Started(Protocol):
+    """What a module needs and what takes long to start."""
+
+    def kill(self) -> None: ...
+
+
+class StartedBeside:
+    """Starts what the next module needs as soon as the one before it has its own.
+
+    A module has a SERVER, which says how its server differs from others, and may be a
+    function of a folder that is the server's own; or it has a function `begin`.
+
+    Args:
+        modules: In the order of their tests.
+        begin: Starts what a module needs.
+    """
+
+    def __init__(
+        self, modules: list[ModuleType], begin: Callable[[ModuleType], Started]
+    ) -> None:
+        self._left = modules
+        self._begin = begin
+        self._begun: dict[ModuleType, Started] = {}
+
+    def begin_next(self) -> None:
+        if self._left:
+            module = self._left.pop(0)
+            self._begun[module] = self._begin(module)
+
+    def take(self, module: ModuleType) -> Any:
+        """What was started for it, which is the taker's to end."""
+        while module not in self._begun:
+            self.begin_next()
+        taken = self._begun.pop(module)
+        self.begin_next()
+        return taken
+
+    def kill(self) -> None:
+        """Ends what nobody took."""
+        for started in self._begun.values():
+            started.kill()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started_beside(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartedBeside]:
+    def begin(module: ModuleType) -> Started:
+        folder = tmp_path_factory.mktemp("started")
+        model = request.getfixturevalue("demo_model")
+        if hasattr(module, "begin"):
+            return module.begin(model, folder)
+        options = module.SERVER
+        options = options(folder) if callable(options) else options
+        return ServedEngine(model, folder / "server.log", **options)
+
+    needed = {"served", "begun"}
+    modules = [
+        item.module
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and needed & {*item.fixturenames}
+    ]
+    beside = StartedBeside([*dict.fromkeys(modules)], begin)
+    if serve.is_cpu_build():
+        beside.begin_next()
+    yield beside
+    beside.kill()
+
+
+@pytest.fixture(scope="module")
+def begun(
+    request: pytest.FixtureRequest, cpu_build: None, started_beside: StartedBeside
+) -> Iterator[Any]:
+    """What the module's function `begin` has started."""
+    begun = started_beside.take(request.module)
+    yield begun
+    begun.kill()
+
+
 @pytest.fixture(scope="module")
 def served(
-    request: pytest.FixtureRequest,
-    cpu_build: None,
-    demo_model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, cpu_build: None, started_beside: StartedBeside
 ) -> Iterator[KnownPrompts]:
-    """One server for the module, whose SERVER says how it differs from others.
-
-    It may be a function of a folder that is the server's own.
-    """
-    folder = tmp_path_factory.mktemp("served")
-    options = request.module.SERVER
-    options = options(folder) if callable(options) else options
-    with ServedEngine(demo_model, folder / "server.log", **options) as engine:
+    """One server for the module."""
+    with started_beside.take(request.module) as engine:
         yield KnownPrompts(engine)
 
 

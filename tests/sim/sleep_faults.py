@@ -34,11 +34,20 @@ class SleepFaults(CopyFaults):
         }
 
     def fail_call(
-        self, call: str, nth: int = 1, error: int = 2, rank: int | None = None
+        self,
+        call: str,
+        nth: int = 1,
+        error: int = 2,
+        rank: int | None = None,
+        times: int = 1,
     ) -> None:
-        """The nth of the next calls of a HIP function fails, on one rank or on all."""
+        """Each nth of the next calls of a HIP function fails, so many of them.
+
+        On one rank or on all.
+        """
         if rank in (None, self.rank):
-            hipsim.fail(call, nth, error)
+            for count in range(1, times + 1):
+                hipsim.fail(call, count * nth, error)
 
     def slow_steps(self, seconds: float) -> None:
         """Each step of the model takes that much longer."""

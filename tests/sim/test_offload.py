@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ LAYERS = 4
 BLIT_BYTES = 16 * 1024  # GPU_FORCE_BLIT_COPY_SIZE
 DEVICE_BLOCKS = 40
 HOST_BYTES = 64 << 20
+SECONDS = 150
 
 
 @dataclass
@@ -51,36 +53,67 @@ class Run:
 
 # A page of one layer is in bfloat16 as large as the largest copy that goes to the blit
 # kernel by itself, or half of that.
+CASES = (("7.15", "bfloat16", 1, "batch"), ("7.16", "bfloat16", 2, "auto"))
+
+
+class OffloadEngines:
+    """An engine for each case, all at once."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._folder = folder
+        self._engines = {case: self._start(model, *case) for case in CASES}
+
+    def _files(self, profile: str) -> tuple[Path, Path]:
+        return self._folder / f"{profile}.json", self._folder / f"{profile}.log"
+
+    def _start(
+        self, model: Path, profile: str, dtype: str, ranks: int, engine: str
+    ) -> subprocess.Popen[bytes]:
+        result, log = self._files(profile)
+        environment = {
+            **os.environ,
+            "HIPSIM_PROFILE": profile,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions to the ranks
+        }
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, ENGINE, model, result, dtype, str(ranks), engine],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def report(self, case: tuple[str, str, int, str]) -> dict[str, Any]:
+        result, log = self._files(case[0])
+        code = self._engines[case].wait(SECONDS)
+        assert code == 0, log.read_text(errors="replace")[-6000:]
+        report: dict[str, Any] = json.loads(result.read_text())
+        return report
+
+    def kill(self) -> None:
+        for engine in self._engines.values():
+            if engine.poll() is None:
+                os.killpg(engine.pid, signal.SIGKILL)
+            engine.wait()
+
+
+begin = OffloadEngines
+
+
 @pytest.fixture(
     scope="module",
-    params=[
-        ("7.15", "bfloat16", 1, "batch"),
-        ("7.16", "bfloat16", 2, "auto"),
-    ],
+    params=CASES,
     ids=lambda case: f"{case[0]}-{case[1]}-tp{case[2]}-{case[3]}",
 )
-def run(request, cpu_build, demo_model, tmp_path_factory) -> Run:
-    profile, dtype, ranks, engine = request.param
-    result = tmp_path_factory.mktemp("offload") / "report.json"
-    environment = {
-        **os.environ,
-        "HIPSIM_PROFILE": profile,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions to the ranks
-    }
-    finished = subprocess.run(
-        [sys.executable, ENGINE, demo_model, result, dtype, str(ranks), engine],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-    )
-    assert finished.returncode == 0, finished.stdout[-6000:]
-    return Run(profile, ranks, engine, json.loads(result.read_text()))
+def run(request, begun) -> Run:
+    profile, _, ranks, engine = request.param
+    return Run(profile, ranks, engine, begun.report(request.param))
 
 
 def test_the_answers_tell_the_prompts_apart(run):

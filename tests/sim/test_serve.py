@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,11 +26,10 @@ SERVE = [sys.executable, "-m", "vllm_rocm_memory.serve"]
 READY_SECONDS = 150
 
 
-@pytest.fixture
-def environment(cpu_build, demo_model, tmp_path) -> dict[str, str]:
+def environment_for(model: Path, folder: Path) -> dict[str, str]:
     """This process's, without choices, and with the demo model made already."""
-    cached = tmp_path / "vllm-rocm-memory" / "demo-model"
-    shutil.copytree(demo_model, cached)
+    cached = folder / "vllm-rocm-memory" / "demo-model"
+    shutil.copytree(model, cached)
     chosen = (
         "MODEL",
         "PORT",
@@ -38,7 +38,12 @@ def environment(cpu_build, demo_model, tmp_path) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE",
     )
     kept = {name: value for name, value in os.environ.items() if name not in chosen}
-    return {**kept, "XDG_CACHE_HOME": str(tmp_path)}
+    return {**kept, "XDG_CACHE_HOME": str(folder)}
+
+
+@pytest.fixture
+def environment(cpu_build, demo_model, tmp_path) -> dict[str, str]:
+    return environment_for(demo_model, tmp_path)
 
 
 class Running:
@@ -80,7 +85,7 @@ class Running:
         self._reader.join(10)
         return code
 
-    def close(self) -> None:
+    def kill(self) -> None:
         """Whatever the test left."""
         if self.process.poll() is None:
             left = self.children()
@@ -88,6 +93,11 @@ class Running:
             for process in left:
                 process.kill()
         self._reader.join(10)
+
+
+def begin(model: Path, folder: Path) -> Running:
+    """The server of the first test."""
+    return Running(environment_for(model, folder))
 
 
 @pytest.fixture
@@ -100,7 +110,7 @@ def start(environment) -> Iterator:
 
     yield start
     for each in running:
-        each.close()
+        each.kill()
 
 
 def run_command(command: str) -> str:
@@ -132,8 +142,8 @@ def gone(processes: list[psutil.Process]) -> bool:
     return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
-def test_it_answers_what_it_prints_and_stops_on_ctrl_c(start):
-    server = start()
+def test_it_answers_what_it_prints_and_stops_on_ctrl_c(begun):
+    server = begun
     server.wait_for("Ctrl-C stops the server.")
     assert "the simulator of HIP 7.16" in server.lines[0]
     assert re.search(r"^ +\d+ s  ", server.output, re.MULTILINE), "progress"
@@ -208,7 +218,7 @@ def test_a_wrong_copy_engine_is_refused_with_the_allowed_ones(start):
     }
     for name, server in servers.items():
         assert server.process.wait(READY_SECONDS) == 1
-        server.close()
+        server.kill()
         assert f"{name} is 'warp'" in server.output
         assert "'auto', 'rect' or 'batch'" in server.output
         assert "ended by itself (exit code 2)" in server.output
@@ -217,7 +227,7 @@ def test_a_wrong_copy_engine_is_refused_with_the_allowed_ones(start):
 def test_an_unknown_profile_is_refused_with_the_allowed_ones(start):
     server = start(HIPSIM_PROFILE="6.0")
     assert server.process.wait(READY_SECONDS) == 1
-    server.close()
+    server.kill()
     line = server.lines[-1]
     assert line.startswith("serve: ")
     assert "HIPSIM_PROFILE" in line and "6.0" in line
