@@ -7,7 +7,6 @@ import contextlib
 import copy
 import ctypes
 import gc
-import importlib.util
 import itertools
 import json
 import math
@@ -19,9 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import kv_copy_interference as bench
 import numpy as np
 import pytest
 import reporting
@@ -33,19 +33,6 @@ from vllm.v1.simple_kv_offload.copy_engine import CopyEngine
 from vllm_rocm_memory.sim import hipsim, torch_device
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kv_copy_interference.py"
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules[SCRIPT.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_script()
 
 # Mean and p99 of the slowdown in percent, GB/s: by engine and direction.
 FIGURES = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -15,11 +14,12 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import reporting
+import sleep_wake as bench
 import torch
 import vllm
 
@@ -28,19 +28,6 @@ from vllm_rocm_memory.sim import hipsim, torch_device
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sleep_wake.py"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules[SCRIPT.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_script()
 Entry = bench.Entry
 
 
