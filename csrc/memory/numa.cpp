@@ -8,7 +8,8 @@
 #include <array>
 #include <cctype>
 #include <climits>
-#include <fstream>
+#include <cstdio>
+#include <memory>
 
 namespace memory {
 namespace {
@@ -23,9 +24,13 @@ std::optional<int> numa_node(const std::string& bus_id, const std::string& devic
   std::string name = bus_id;
   std::transform(name.begin(), name.end(), name.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  std::ifstream file(devices + "/" + name + "/numa_node");
+  const std::string path = devices + "/" + name + "/numa_node";
+  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "re"),
+                                                   &std::fclose);
   int node = -1;
-  if (!(file >> node) || node < 0) return std::nullopt;
+  if (!file || std::fscanf(file.get(), "%d", &node) != 1 || node < 0) {
+    return std::nullopt;
+  }
   return node;
 }
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from elftools.elf.elffile import ELFFile
 
+import vllm_rocm_memory
 from vllm_rocm_memory.sim import hipsim
 
 from .native.cumem import (
@@ -1140,3 +1142,23 @@ def test_threads_allocate_and_free_at_once(cumem: Cumem, profile: str) -> None:
     run_in_threads(work)
     assert errors == [] and cumem.module.ranges() == []
     hipsim.assert_clean()
+
+
+# --- what it is linked with ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["cumem_allocator", "pitched_copies"])
+def test_no_streams_of_the_standard_library(module: str) -> None:
+    """They take their locale from the process's first libstdc++.
+
+    Some compilers link a copy of it into each module. It was seen to disagree with the
+    one that PyTorch uses, and reading a number from a file ended the process.
+    """
+    native = Path(vllm_rocm_memory.__file__).parent / "_native"
+    (path,) = native.glob(f"{module}.*.so")
+    with path.open("rb") as file:
+        symbols = ELFFile(file).get_section_by_name(".dynsym")
+        names = [symbol.name for symbol in symbols.iter_symbols()]
+    assert any("PyInit_" in name for name in names)
+    streams = re.compile(r"St\d*(basic_)?[io]*f?(stream|ios)|NSi|NSo|locale|ios_base")
+    assert [name for name in names if streams.search(name)] == []
