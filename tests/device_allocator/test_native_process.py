@@ -878,7 +878,8 @@ libc.hold_populate(4)
 thread = threading.Thread(target=back_up)
 thread.start()
 deadline = time.monotonic() + 30
-while arena.prepared < 3 * PAGE:
+# what it copies to that piece would come after the other's otherwise
+while bytes(arena)[2 * PAGE : 3 * PAGE] != text[2 * PAGE : 3 * PAGE]:
     assert time.monotonic() < deadline
     time.sleep(0.001)
 cumem.back_up([(other, PAGE, arena.address + 2 * PAGE)])

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,20 +70,48 @@ def released_tree() -> Callable[[str], Path]:
     return unpack
 
 
-@pytest.fixture(scope="session", params=BASES)
-def base(
-    request: pytest.FixtureRequest,
-    released_tree: Callable[[str], Path],
-) -> Iterator[Base]:
+@pytest.fixture(scope="session", autouse=True)
+def begun_bases(
+    request: pytest.FixtureRequest, released_tree: Callable[[str], Path]
+) -> Iterator[dict[str, Future[Base]]]:
+    """What is asked for starts side by side, and beside tests that ask for none."""
+    wanted = {
+        item.callspec.params["base"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path.parent == Path(__file__).parent
+        and "base" in item.fixturenames
+    }
     if not serve.is_cpu_build():
-        pytest.skip("the simulator runs with vLLM's CPU build")
-    version: str = request.param
+        wanted = set()
+    # A rank ends with the thread that has started it: these stay to the end.
+    with ThreadPoolExecutor(len(BASES)) as pool:
+        begun = {each: pool.submit(_begin, each, released_tree) for each in wanted}
+        yield begun
+        for future in begun.values():
+            if future.exception() is None:
+                future.result().ranks.stop()
+
+
+def _begin(version: str, released_tree: Callable[[str], Path]) -> Base:
     is_installed = version == importlib.metadata.version("vllm").partition("+")[0]
     tree = None if is_installed else _lay_out(version, released_tree(version))
     package = _installed() if tree is None else tree / "vllm"
     model = write_demo_model(CACHE / "demo-model")
-    with Ranks(tree=tree, environment=ENVIRONMENT) as ranks:
-        yield Base(version, package, model, ranks)
+    ranks = Ranks(tree=tree, environment=ENVIRONMENT)
+    ranks.run("tests.distributed.rocm_machine:start", timeout=_SECONDS)
+    return Base(version, package, model, ranks)
+
+
+@pytest.fixture(scope="session", params=BASES)
+def base(
+    request: pytest.FixtureRequest, begun_bases: dict[str, Future[Base]]
+) -> Iterator[Base]:
+    if not serve.is_cpu_build():
+        pytest.skip("the simulator runs with vLLM's CPU build")
+    base = begun_bases[request.param].result()
+    yield base
+    base.ranks.stop()
 
 
 def _installed() -> Path:

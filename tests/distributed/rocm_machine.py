@@ -100,6 +100,11 @@ def boot() -> None:
     gc.freeze()
 
 
+def start(rank: Rank) -> None:
+    """`boot`, to be run by ranks that nobody waits for yet."""
+    boot()
+
+
 @functools.cache
 def configuration(model: Path, **options: Any) -> Any:
     """A VllmConfig for two tensor-parallel ranks, as `vllm serve` makes it.

@@ -324,24 +324,52 @@ def _only_python(folder: str, names: list[str]) -> set[str]:
     }
 
 
+@pytest.fixture(scope="session")
+def find_base(
+    upstream_tree: Callable[[str], Path], installed_tree: Path, installed_version: str
+) -> Callable[[str], Path]:
+    """A version's Python, as installed or as released; not to be changed."""
+
+    def find(version: str) -> Path:
+        is_here = version == installed_version
+        return installed_tree if is_here else upstream_tree(version)
+
+    return find
+
+
+def _copied(shared: Path, root: Path) -> Path:
+    """A copy that may be changed, which takes a second or two to make."""
+    for folder in (shared / "vllm", *shared.glob("*.dist-info")):
+        shutil.copytree(folder, root / folder.name, ignore=_only_python)
+    return root
+
+
 @pytest.fixture(params=BASES)
-def base(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    upstream_tree: Callable[[str], Path],
-    installed_tree: Path,
-    installed_version: str,
-) -> Iterator[tuple[str, Path]]:
-    """A version and a copy of its Python, as installed or as released."""
-    version: str = request.param
-    root = tmp_path / "base"
-    if version == installed_version:
-        shutil.copytree(installed_tree, root)
-    else:
-        source = upstream_tree(version) / "vllm"
-        shutil.copytree(source, root / "vllm", ignore=_only_python)
+def shared_base(
+    request: pytest.FixtureRequest, find_base: Callable[[str], Path]
+) -> tuple[str, Path]:
+    """A version and its Python, not to be changed."""
+    return request.param, find_base(request.param)
+
+
+@pytest.fixture
+def base(shared_base: tuple[str, Path], tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A version and a copy of its Python."""
+    version, shared = shared_base
+    root = _copied(shared, tmp_path / "base")
     yield version, root
     shutil.rmtree(root)
+
+
+@pytest.fixture
+def both_bases(
+    find_base: Callable[[str], Path], tmp_path: Path
+) -> Iterator[list[tuple[str, Path]]]:
+    """Each version and a copy of its Python."""
+    roots = {version: tmp_path / version for version in BASES}
+    yield [(each, _copied(find_base(each), root)) for each, root in roots.items()]
+    for root in roots.values():
+        shutil.rmtree(root)
 
 
 @dataclass

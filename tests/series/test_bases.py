@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from base64 import urlsafe_b64encode
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -116,40 +117,57 @@ def test_bases_are_entered_by_the_module(tmp_path, upstream_tree, ours):
     assert "is not vLLM" in refused.stderr
 
 
-def test_apply_and_revert(base, ours, snapshot, record_faults, installed_version):
-    version, root = base
-    before = snapshot(root)
-    target = Target.find(root)
-    # The CPU build imports anywhere; a GPU's vLLM needs its binaries, not copied here.
-    replaced = ["vllm.v1.simple_kv_offload.copy_backend"]
-    importable = is_cpu_build() or not verification.import_failures(target, replaced)
-    outcome = operations.apply(target, ours)
-    # This also imports what the series touches, in a fresh process.
-    assert (outcome.not_verified is None) == importable
-    # It needs Ray, which vLLM itself does not require.
-    trainer = "vllm.distributed.weight_transfer.sharded_rdt_trainer"
-    if importable:
-        without_ray = {trainer: "ModuleNotFoundError: No module named 'ray'"}
-        assert outcome.not_importable in ({}, without_ray)
-    for row in operations.status(target, ours):
-        assert row.state == "applied", row
-        base, _, more = row.reason.partition("; ")
-        assert base == f"base {version}"
-        if not importable:
-            assert more == f"not verified by import: {outcome.not_verified}"
-        elif more:
-            assert row.name == "cumem-sleep"
-            assert more.startswith(f"{trainer} does not import here: ")
-    assert record_faults(root) == []
-    assert bool(target.records) == (version == installed_version)
-    operations.revert(target, ours)
-    assert snapshot(root) == before
+def test_apply_and_revert(both_bases, ours, snapshot, record_faults, installed_version):
+    """Side by side: most of the time vLLM is imported, in other processes."""
+
+    def check(base: tuple[str, Path]) -> None:
+        version, root = base
+        before = snapshot(root)
+        target = Target.find(root)
+        # The CPU build imports anywhere; a GPU's vLLM needs its binaries, which are
+        # not copied here.
+        replaced = ["vllm.v1.simple_kv_offload.copy_backend"]
+        importable = is_cpu_build() or not verification.import_failures(
+            target, replaced
+        )
+        outcome = operations.apply(target, ours)
+        # This also imports what the series touches, in a fresh process.
+        assert (outcome.not_verified is None) == importable
+        # It needs Ray, which vLLM itself does not require.
+        trainer = "vllm.distributed.weight_transfer.sharded_rdt_trainer"
+        if importable:
+            without_ray = {trainer: "ModuleNotFoundError: No module named 'ray'"}
+            assert outcome.not_importable in ({}, without_ray)
+        for row in operations.status(target, ours):
+            assert row.state == "applied", row
+            known, _, more = row.reason.partition("; ")
+            assert known == f"base {version}"
+            if not importable:
+                assert more == f"not verified by import: {outcome.not_verified}"
+            elif more:
+                assert row.name == "cumem-sleep"
+                assert more.startswith(f"{trainer} does not import here: ")
+        assert record_faults(root) == []
+        assert bool(target.records) == (version == installed_version)
+        operations.revert(target, ours)
+        assert snapshot(root) == before
+
+    failures = []
+    with ThreadPoolExecutor(len(both_bases)) as pool:
+        running = {base[0]: pool.submit(check, base) for base in both_bases}
+        for version, checked in running.items():
+            error = checked.exception()
+            if error is not None:
+                error.add_note(f"on vLLM {version}")
+                failures.append(error)
+    if failures:
+        raise BaseExceptionGroup("the series does not fit", failures)
 
 
 @pytest.mark.usefixtures("unverified", "computed_once")
-def test_killed_at_any_operation(base, ours, faults, snapshot, tmp_path):
+def test_killed_at_any_operation(shared_base, ours, faults, snapshot, tmp_path):
     """At each twenty-ninth, with either way out; the small series tries each one."""
-    _, root = base
+    _, root = shared_base
     # What is in the compiled module does not matter, and it is written each time.
     for patch in ours.patches:
         for step in patch.built:
@@ -208,7 +226,7 @@ def test_git_am_on_the_source_distribution(ours, upstream_tree, tmp_path, snapsh
 
 
 @pytest.mark.usefixtures("unverified")
-@pytest.mark.parametrize("base", ["0.33.0"], indirect=True)
+@pytest.mark.parametrize("shared_base", ["0.33.0"], indirect=True)
 def test_an_unknown_base(base, ours, snapshot):
     _, root = base
     worker = root / "vllm" / "v1" / "simple_kv_offload" / "worker.py"
@@ -228,9 +246,12 @@ def test_an_unknown_base(base, ours, snapshot):
     assert snapshot(root) == before
 
 
-def test_the_variable_is_known_to_vllm(base, ours, run_python, monkeypatch):
+def test_the_variable_is_known_to_vllm(
+    shared_base, ours, run_python, monkeypatch, tmp_path
+):
     monkeypatch.setattr(verification, "import_failures", lambda target, modules: {})
-    _, root = base
+    _, whole = shared_base
+    root = touched_part(Target.find(whole), ours, tmp_path)
     operations.apply(Target.find(root), ours, KV_PATCHES)
     code = (
         "import importlib.util, os, sys\n"
@@ -252,9 +273,9 @@ def test_the_variable_is_known_to_vllm(base, ours, run_python, monkeypatch):
     assert "['auto', 'rect', 'batch']" in error
 
 
-def test_compiled_modules_have_what_vllm_takes_from_them(base, ours):
+def test_compiled_modules_have_what_vllm_takes_from_them(shared_base, ours):
     """Upstream's own importer is replaced; on another base there may be more."""
-    _, root = base
+    _, root = shared_base
     built = [step for patch in ours.patches for step in patch.built]
     texts = {
         each.file: ours.content(each)
@@ -272,9 +293,9 @@ def test_compiled_modules_have_what_vllm_takes_from_them(base, ours):
         assert missing_names(root, found, step.file) == []
 
 
-def test_sleep_drains_copies_once_whoever_calls_for_it(base, ours):
+def test_sleep_drains_copies_once_whoever_calls_for_it(shared_base, ours):
     """vLLM 0.33.0 does so itself, where 0.32.0 needs our call."""
-    version, root = base
+    version, root = shared_base
     path = "vllm/v1/worker/gpu_worker.py"
     target = Target.find(root)
     before = target.original(path)
@@ -295,8 +316,8 @@ def test_sleep_drains_copies_once_whoever_calls_for_it(base, ours):
             assert 0 < last < text.find(b"self.sleep_mode_backend.")
 
 
-def test_our_base_of_the_connector_comes_first(base, ours):
-    _, root = base
+def test_our_base_of_the_connector_comes_first(shared_base, ours):
+    _, root = shared_base
     path = (
         "vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py"
     )
