@@ -10,22 +10,34 @@ ARGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-native fuzz lint conformance contract clean
+.PHONY: help setup serve test test-gpu test-native fuzz lint conformance contract wheel airgap clean
 
 help: ## say what each command does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' \
 		| while IFS='|' read -r command what; do printf '  %-18s %s\n' "$$command" "$$what"; done
 
-setup: ## make .venv whole: vLLM, tools, simulator, the series on a copy of vLLM
-	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer on the path:" \
-		"install one, or name it with PYTHON=/path/to/python" >&2; exit 1; }
-	@"$(PYTHON)" tools/bootstrap.py
+define bootstrap
+@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer on the path:" \
+	"install one, or name it with PYTHON=/path/to/python" >&2; exit 1; }
+@"$(PYTHON)" tools/bootstrap.py --for $1
+endef
 
-serve: setup ## serve a model with KV offload, on the GPU or the simulator (MODEL=, PORT=, ARGS=)
+setup: ## make .venv whole: vLLM, tools, simulator, the series on a copy of vLLM
+	$(call bootstrap,all)
+
+# what they need and no more, since a GPU host may be without the network
+.PHONY: setup-serve setup-test-gpu
+setup-serve setup-test-gpu: setup-%:
+	$(call bootstrap,$*)
+
+serve: setup-serve ## serve a model with KV offload, on the GPU or the simulator (MODEL=, PORT=, ARGS=)
 	@exec $(BIN)/python -m vllm_rocm_memory.serve $(ARGS)
 
 test: setup ## run every test that this machine can run (ARGS= goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: setup-test-gpu ## run every test that this machine's GPUs can run, and say why others are left out
+	@$(BIN)/python tools/gpu_tests.py $(ARGS)
 
 test-native: setup ## C++ tests and the contract under the thread, address and UB sanitizers
 	@$(BIN)/python tools/native_tests.py
@@ -35,7 +47,7 @@ CLANG ?= clang++
 fuzz: setup ## run the simulator's fuzzer (SECONDS=600, CLANG=/path/to/clang++)
 	@$(BIN)/python tools/native_tests.py --fuzz $(SECONDS) --clang "$(CLANG)"
 
-lint: setup ## ruff, ruff format, mypy --strict and clang-format over the whole tree
+lint: setup ## check the whole tree: Python, C++, shell, Dockerfiles, CI files
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 
 conformance: setup ## run vLLM 0.33.0's own KV offload tests on the patched tree
@@ -49,8 +61,16 @@ contract: $(if $(HIP)$(LIBCUDA),,setup) ## check what HIP and CUDA's driver do, 
 		names="libamdhip64.so.7 lib/libamdhip64.so.7 lib/libamdhip64.so" program=on-hip); \
 	lib="$$find"; for name in $$names; do test -f "$$lib" || lib="$$find/$$name"; done; \
 	test -f "$$lib" || { echo "none of $$names in $$find" >&2; exit 1; }; \
-	$(MAKE) --no-print-directory -j2 "build/contract/$$program" LIBRARY="$$lib" && \
+	case " $$MAKEFLAGS" in *" -j"*) jobs= ;; *) jobs="-j$$(nproc || echo 1)" ;; esac; \
+	$(MAKE) --no-print-directory $$jobs "build/contract/$$program" LIBRARY="$$lib" && \
 	exec "build/contract/$$program" $(ARGS)
+
+wheel: setup ## build the release wheels into dist/, one for each Python at hand
+	@$(BIN)/python tools/release_wheel.py $(ARGS)
+
+airgap: $(if $(ARGS),setup) ## bundle what a GPU host without network needs to run the GPU tests (ARGS=OUT)
+	@test -n "$(ARGS)" || { echo "name the folder to fill: make airgap ARGS=bundle" >&2; exit 1; }
+	@$(BIN)/python tools/airgap.py pack $(ARGS)
 
 CONTRACT := tests/hipsim/contract
 # the objects of a folder's sources

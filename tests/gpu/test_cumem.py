@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -16,10 +15,7 @@ from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.device_allocator.host_backups import HostMemoryPolicy
 from vllm.platforms import current_platform
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+from .device_memory import after_each_mapping, spin_cycles
 
 MIB = 1 << 20
 # What vLLM's linear layers of an 8B model come to, and no power of two.
@@ -29,20 +25,7 @@ ROUNDS = 200
 # Bytes by which a process may be larger after a wake that gives host memory back.
 RELEASED = 512 * MIB
 # Longer than a whole wake of the small allocations here.
-LATE_CYCLES = 200_000_000
-
-
-@pytest.fixture
-def allocator() -> Iterator[CuMemAllocator]:
-    """The allocator, mapped, and without memory of an earlier test's tensors."""
-    allocator = CuMemAllocator.get_instance()
-    yield allocator
-    allocator.wake_up()
-    gc.collect()
-    for tag in set(allocator.allocator_and_pools) - {"cudagraph"}:
-        with allocator.use_memory_pool(tag):  # trims the pools of the tag
-            pass
-    allocator.trim_host_memory()
+LATE_SECONDS = 0.06
 
 
 def _allocate(
@@ -207,39 +190,25 @@ def test_freed_memory_is_not_unmapped_under_running_kernels(frees: str) -> None:
     assert process.stdout.endswith("right\n")
 
 
-def _wake_with(
-    allocator: CuMemAllocator,
-    monkeypatch: pytest.MonkeyPatch,
-    after_map: Callable[[int, int], None],
-) -> None:
-    create_and_map = cumem.create_and_map
-
-    def hooked(handle: cumem.HandleType) -> None:
-        create_and_map(handle)
-        after_map(handle[2], handle[1])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cumem, "create_and_map", hooked)
-        allocator.wake_up()
-
-
 def test_work_queued_while_mapping_does_not_overwrite_the_restore(
-    allocator: CuMemAllocator, monkeypatch: pytest.MonkeyPatch
+    allocator: CuMemAllocator,
 ) -> None:
     [weights] = _allocate(allocator, "weights", 1, 32 * MIB)
     with allocator.use_memory_pool("kv_cache"):
         cache = torch.full((32 * MIB,), 3, dtype=torch.uint8, device="cuda")
     [expected] = _sums([weights])
+    late = spin_cycles(LATE_SECONDS)
 
     def poison_late(address: int, nbytes: int) -> None:
-        torch.cuda._sleep(LATE_CYCLES)
+        torch.cuda._sleep(late)
         assert cumem.libcudart is not None
         cumem.libcudart.cudaMemset(address, 0xA5, nbytes)
 
     wrong = 0
-    for _ in range(20):
+    for _ in range(ROUNDS):
         allocator.sleep(offload_tags="weights")
-        _wake_with(allocator, monkeypatch, poison_late)
+        with after_each_mapping(poison_late):
+            allocator.wake_up()
         torch.accelerator.synchronize()
         wrong += _sums([weights]) != [expected]
         if current_platform.is_rocm():

@@ -21,11 +21,6 @@ from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 from vllm.v1.simple_kv_offload.transfer_results import RequestLoadsMetadata
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 BLOCKS, PAGE, LAYERS = 64, 16 * 1024, 8
 BLOCK_BYTES = LAYERS * PAGE
 ROUNDS = 150

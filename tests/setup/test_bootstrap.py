@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The set-up trusts nothing: what is missing or damaged is found, and only that."""
 
+import dataclasses
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
 import time
 import venv
+import zipfile
 from pathlib import Path
 
 import bootstrap
@@ -100,7 +103,7 @@ def gpu_machine(tmp_path, monkeypatch) -> Path:
         f"vllm/__init__.py,,\n{dist_info.name}/METADATA,,\n"
     )
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr(bootstrap, "gpu_of_machine", lambda: "ROCm")
+    monkeypatch.setattr(bootstrap, "gpus_of_machine", lambda: ("ROCm",))
     for name in ("torch", "vllm"):
         # what this test's own interpreter has imported must not answer for the machine
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -118,6 +121,11 @@ def test_a_machine_with_its_own_vllm_keeps_it(gpu_machine, environment):
 
     setup = bootstrap.Setup(machine, marks=bootstrap.VENV / "setup.json")
     setup.make("venv")
+    paths = bootstrap.site_packages() / "machine.pth"
+    written = paths.read_text()
+    paths.write_text(f"{gpu_machine}\n")
+    assert not setup.holds("venv")
+    paths.write_text(written)
     assert setup.holds("venv")
     assert not setup.holds("machine")
     setup.make("machine")
@@ -147,9 +155,20 @@ def test_a_machine_with_its_own_vllm_keeps_it(gpu_machine, environment):
     module.unlink()
     assert bootstrap.missing(WANTED, machine) == ["some-name==1.0", "other==2.0"]
 
-    # the copy comes before the machine's own vLLM, its torch is seen, and neither
-    # the machine's torch nor its vLLM was written to
-    script = "import vllm, torch; print(vllm.__file__); print(torch.__file__)"
+    # the copy comes before the machine's own vLLM, the checkout before a release of
+    # it that the machine has, the machine's torch is seen and so is what it has
+    # installed in place, and neither torch nor its vLLM was written to
+    (gpu_machine / "vllm_rocm_memory").mkdir()
+    (gpu_machine / "vllm_rocm_memory" / "__init__.py").write_text("")
+    in_place = gpu_machine.with_name("a checkout")
+    in_place.mkdir()
+    (in_place / "in_place.py").write_text("")
+    (gpu_machine / "in_place.pth").write_text(f"{in_place}\n")
+    script = (
+        "import vllm, torch, vllm_rocm_memory, in_place\n"
+        "for module in (vllm, torch, vllm_rocm_memory, in_place):\n"
+        "    print(module.__file__)\n"
+    )
     python = bootstrap.VENV / "bin" / "python"
     lines = subprocess.run(
         [python, "-c", script], capture_output=True, text=True, check=True, cwd="/"
@@ -158,6 +177,8 @@ def test_a_machine_with_its_own_vllm_keeps_it(gpu_machine, environment):
     assert lines == [
         str(site / "vllm" / "__init__.py"),
         str(gpu_machine / "torch" / "__init__.py"),
+        str(bootstrap.ROOT / "vllm_rocm_memory" / "__init__.py"),
+        str(in_place / "in_place.py"),
     ]
     assert (site / "vllm" / "_C.abi3.so").resolve() == gpu_machine / "vllm/_C.abi3.so"
     # the series refuses to replace a symbolic link
@@ -170,18 +191,162 @@ def test_a_machine_with_its_own_vllm_keeps_it(gpu_machine, environment):
     )
 
 
+OFFLINE = """
+import sys
+from pathlib import Path
+import bootstrap
+
+target, requirements = map(Path, sys.argv[1:])
+bootstrap.gpus_of_machine = lambda: ("ROCm",)
+bootstrap.VENV, bootstrap.PYTHON = target, target / "bin" / "python"
+bootstrap.REQUIREMENTS = requirements
+machine = bootstrap.machine_vllm()
+assert machine is not None
+
+def setup(purpose):
+    return bootstrap.Setup(machine, target / "setup.json", purpose)
+
+setup("serve").make("venv")
+setup("serve").make("machine")
+assert setup("serve").holds("machine")
+for purpose in ("serve", "test-gpu"):
+    assert not setup(purpose).holds("tools")
+    setup(purpose).make("tools")
+    assert setup(purpose).holds("tools")
+    there = bootstrap.site_packages().glob("tool_*.dist-info")
+    print(purpose, *sorted(path.name for path in there))
+assert setup("serve").holds("tools")
+print("all lacks", *bootstrap.missing(setup("all").tools(), machine))
+"""
+
+
+def add_wheel(folder: Path, name: str, version: str) -> None:
+    metadata = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": "",
+        f"{metadata}/METADATA": (
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        ),
+        f"{metadata}/WHEEL": (
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
+    }
+    files[f"{metadata}/RECORD"] = "".join(f"{path},,\n" for path in files)
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+
+
+def test_without_an_index_a_purpose_takes_what_it_needs_and_no_more(
+    gpu_machine, tmp_path
+):
+    """As on a GPU host without network: vLLM in an environment of its own that sees
+    the machine's torch, and a folder of wheels."""
+    outer, wheels, requirements = (tmp_path / n for n in ("outer", "wheels", "pins"))
+    venv.create(outer, with_pip=False)
+    (site,) = outer.glob("lib/python3.*/site-packages")
+    for name in ("vllm", "vllm-0.33.0.dist-info"):
+        shutil.move(gpu_machine / name, site)
+    (site / "host.pth").write_text(f"{gpu_machine}\n")
+    # the host has one of the tools, at another version
+    add_distribution(gpu_machine, "tool_a", "0.9")
+    wheels.mkdir()
+    add_wheel(wheels, "tool_a", "1.0")
+    add_wheel(wheels, "tool_b", "2.0")
+    requirements.mkdir()
+    for name, pin in (("build", "a==1.0"), ("gpu-tests", "b==2.0"), ("dev", "c==3.0")):
+        (requirements / f"{name}.txt").write_text(f"# a comment\ntool-{pin}\n")
+
+    done = subprocess.run(
+        [outer / "bin" / "python", "-c", OFFLINE, tmp_path / "inner", requirements],
+        cwd=Path(bootstrap.__file__).parent,
+        env={**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in done.stdout.splitlines() if line[0] != " "] == [
+        "serve tool_a-1.0.dist-info",
+        "test-gpu tool_a-1.0.dist-info tool_b-2.0.dist-info",
+        "all lacks tool-c==3.0",
+    ]
+    assert (gpu_machine / "tool_a-0.9.dist-info").exists()
+
+
 @pytest.mark.parametrize(
-    ("gpu", "torch_version"),
+    ("command", "purpose"),
+    [("serve", "serve"), ("test-gpu", "test-gpu"), ("test", "all"), ("lint", "all")],
+)
+def test_each_command_sets_up_what_it_needs(command, purpose, monkeypatch):
+    monkeypatch.delenv("MAKEFLAGS", raising=False)
+    make = ["make", "--dry-run", command, f"PYTHON={sys.executable}"]
+    said = subprocess.check_output(make, cwd=bootstrap.ROOT, text=True)
+    assert f'"{sys.executable}" tools/bootstrap.py --for {purpose}\n' in said
+
+    checked = []
+    monkeypatch.setattr(bootstrap, "check_tools", lambda: None)
+    monkeypatch.setattr(bootstrap, "machine_vllm", lambda: None)
+    monkeypatch.setattr(
+        bootstrap.Setup, "lacking", lambda self: checked.append(self.purpose) or []
+    )
+    assert bootstrap.main(["--check", "--for", purpose]) == 0
+    assert bootstrap.main(["--check"]) == 0
+    assert checked == [purpose, "all"]
+
+
+def test_each_tool_is_for_one_purpose():
+    files = bootstrap.GROUPS["all"]
+    assert set(bootstrap.GROUPS["serve"]) < set(bootstrap.GROUPS["test-gpu"])
+    assert set(bootstrap.GROUPS["test-gpu"]) < set(files)
+    names = [name for file in files for name in bootstrap.pins(file)]
+    assert len(names) == len(set(names))
+    there = {path.name for path in bootstrap.REQUIREMENTS.glob("*.txt")}
+    assert {*files, "engine.txt", "engine-torch.txt"} <= there
+
+
+@pytest.mark.parametrize(
+    ("gpus", "torch_version"),
     [
-        (None, "hip = '7.2.1'\n"),  # a GPU build without a GPU
-        ("CUDA", "hip = '7.2.1'\n"),  # a GPU of the other kind
-        ("ROCm", "cuda = None\nhip = None\n"),  # a CPU build beside a GPU
+        ((), "hip = '7.2.1'\n"),  # a GPU build without a GPU
+        (("CUDA",), "hip = '7.2.1'\n"),  # a GPU of the other kind
+        (("ROCm",), "cuda = None\nhip = None\n"),  # a CPU build beside a GPU
     ],
 )
-def test_other_machines_get_the_cpu_build(gpu_machine, monkeypatch, gpu, torch_version):
-    monkeypatch.setattr(bootstrap, "gpu_of_machine", lambda: gpu)
+def test_other_machines_get_the_cpu_build(
+    gpu_machine, monkeypatch, gpus, torch_version
+):
+    monkeypatch.setattr(bootstrap, "gpus_of_machine", lambda: gpus)
     (gpu_machine / "torch" / "version.py").write_text(torch_version)
     assert bootstrap.machine_vllm() is None
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ((), ()),
+        (("kfd",), ("ROCm",)),
+        (("nvidia0",), ("CUDA",)),
+        (("nvidiactl",), ("CUDA",)),
+        (("kfd", "nvidia0"), ("ROCm", "CUDA")),
+    ],
+)
+def test_the_gpus_of_a_machine(monkeypatch, names, found):
+    there = {f"/dev/{name}" for name in names}
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) in there)
+    assert bootstrap.gpus_of_machine() == found
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "gpu"), [("cuda = '13.0'\n", "CUDA"), ("hip = '7.2'\n", "ROCm")]
+)
+def test_of_two_kinds_of_gpu_torch_decides(
+    gpu_machine, monkeypatch, torch_version, gpu
+):
+    """As with an NVIDIA card beside the graphics of an AMD processor."""
+    monkeypatch.setattr(bootstrap, "gpus_of_machine", lambda: ("ROCm", "CUDA"))
+    (gpu_machine / "torch" / "version.py").write_text(torch_version)
+    machine = bootstrap.machine_vllm()
+    assert machine is not None and machine.gpu == gpu
 
 
 def test_a_machine_vllm_that_is_no_wheel_is_explained(gpu_machine):
@@ -229,8 +394,10 @@ def test_what_outlives_a_killed_set_up_keeps_the_lock(tmp_path, environment):
 
 
 def test_a_gpu_without_a_vllm_is_explained():
-    text = bootstrap.describe(None, "ROCm")
-    assert "simulator" in text and "ROCm GPU" in text and "PYTHON=" in text
+    text = bootstrap.describe(None, ["ROCm"])
+    assert "simulator" in text and "a ROCm GPU" in text and "PYTHON=" in text
+    assert "a ROCm or CUDA torch" in bootstrap.describe(None, ["ROCm", "CUDA"])
+    assert "GPU" not in bootstrap.describe(None, [])
 
 
 @pytest.mark.parametrize(
@@ -262,6 +429,23 @@ def test_another_failure_is_not_taken_for_a_missing_build(monkeypatch):
     monkeypatch.setattr(bootstrap, "install", no_space)
     with pytest.raises(bootstrap.SetupError, match="No space left"):
         bootstrap.install_torch("2.13.0")
+
+
+def test_programs_of_the_machines_packages_are_found(gpu_machine, environment):
+    """ninja at the pinned version, say, of an interpreter that PYTHON= has named."""
+    machine = bootstrap.machine_vllm()
+    site, dist = (
+        str(gpu_machine / "env" / folder)
+        for folder in ("lib/python3.11/site-packages", "lib/python3/dist-packages")
+    )
+    machine = dataclasses.replace(machine, site=(site, "/nowhere/lib/a/b", dist))
+    (gpu_machine / "env" / "bin").mkdir(parents=True)
+    assert set(machine.scripts()) == {str(gpu_machine / "env" / "bin")}
+    program = gpu_machine / "env" / "bin" / "only-there"
+    program.write_text("#!/bin/sh\necho found it\n")
+    program.chmod(0o755)
+    bootstrap.run(["sh", "-c", "only-there"], machine.scripts())
+    assert "\nfound it\n" in (bootstrap.VENV / "setup.log").read_text()
 
 
 def test_a_failing_command_shows_its_end_and_its_log(environment):

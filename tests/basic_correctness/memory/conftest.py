@@ -68,7 +68,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         timeout=240,
     )
     if process.returncode != 0:
-        pytest.fail(process.stdout[-4000:] + process.stderr[-2000:], pytrace=False)
+        said = process.stdout
+        why = [line for line in said.splitlines() if line.startswith("FAILED ")]
+        first = why[-1] if why else f"its process ended with {process.returncode}"
+        pytest.fail(f"{first}\n{said[-4000:]}{process.stderr[-2000:]}", pytrace=False)
     return True
 
 

@@ -8,72 +8,9 @@ import torch
 from vllm.device_allocator import cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
-# PyTorch gives a block of this size a segment of its own.
-BLOCK = 12 << 20
+from .tagged import BLOCK, block, holds, mapped
+
 POISON = 0xA5
-
-
-def mapped(allocator) -> dict[str, int]:
-    """Bytes by tag that physical memory is held for."""
-    found: dict[str, int] = {}
-    for data in allocator.pointer_to_data.values():
-        if not data.is_asleep:
-            found[data.tag] = found.get(data.tag, 0) + data.handle[1]
-    return found
-
-
-def block(allocator, device, tag, byte) -> torch.Tensor:
-    with allocator.use_memory_pool(tag):
-        return torch.full((BLOCK,), byte, dtype=torch.uint8, device=device.type)
-
-
-def holds(tensor: torch.Tensor, byte: int) -> bool:
-    return bool(torch.all(tensor == byte))
-
-
-def test_sleep_gives_memory_back_and_wake_restores_what_was_kept(allocator, device):
-    outside = torch.ones(1024, device=device.type)
-    with allocator.use_memory_pool():
-        kept = torch.arange(BLOCK // 4, dtype=torch.int32, device=device.type)
-        small = [torch.full((1000,), n, device=device.type) for n in range(20)]
-    before, right = mapped(allocator), kept.to("cpu", copy=True)
-    free = torch.accelerator.get_memory_info()[0]
-    for _ in range(3):
-        allocator.sleep()
-        assert mapped(allocator) == {}
-        given_back = torch.accelerator.get_memory_info()[0] - free
-        assert given_back == pytest.approx(sum(before.values()), rel=0.1)
-        allocator.wake_up()
-        assert mapped(allocator) == before
-        assert torch.equal(kept.cpu(), right)
-        assert all(holds(tensor, n) for n, tensor in enumerate(small))
-        assert holds(outside, 1)
-
-
-@pytest.mark.parametrize("failing", range(3))
-def test_a_wake_that_fails_half_way_can_be_repeated(
-    allocator, device, monkeypatch, failing
-):
-    tensors = [block(allocator, device, "weights", n) for n in range(1, 4)]
-    allocator.sleep("weights")
-    free, calls = torch.accelerator.get_memory_info()[0], []
-    create_and_map = cumem.create_and_map
-
-    def create_or_fail(handle) -> None:
-        calls.append(handle)
-        if len(calls) == failing + 1:
-            raise RuntimeError("no memory for the test")
-        create_and_map(handle)
-
-    monkeypatch.setattr(cumem, "create_and_map", create_or_fail)
-    with pytest.raises(RuntimeError, match="no memory for the test"):
-        allocator.wake_up()
-    assert mapped(allocator) == {}
-    assert abs(torch.accelerator.get_memory_info()[0] - free) < BLOCK // 2
-    allocator.wake_up()
-    assert len(calls) == failing + 1 + 3, "once an allocation"
-    for byte, tensor in enumerate(tensors, start=1):
-        assert holds(tensor, byte)
 
 
 def test_discard_takes_one_tag_and_leaves_the_others(allocator, device):

@@ -63,6 +63,7 @@ class GraphEngines:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int(case == "breakable")),
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
         environment.pop("NCCL_GRAPH_REGISTER", None)
         simulated = serve.is_cpu_build()

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives each test the marker of its file's partition, and skips what cannot run here.
+
+The partitions are in `partitions.toml`, and which machine each needs in
+`tools/partitions.py`.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from partitions import Machine, Partitions
+
+TESTS = Path(__file__).parent
+PARTITION = {
+    file: name for name, files in Partitions.read(TESTS).files.items() for file in files
+}
+
+# asked only when a test that needs a GPU is about to run
+machine = cache(Machine.seen_by_torch)
+
+
+def _partition(item: pytest.Item) -> str:
+    # a file in none is named by setup/test_partitions.py
+    return PARTITION.get(item.path.relative_to(TESTS).as_posix(), "cpu")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(_partition(item))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    partition = _partition(item)
+    if partition != "cpu" and (reason := machine().lacks(partition)):
+        pytest.skip(reason)
