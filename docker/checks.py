@@ -149,20 +149,32 @@ def check_outcome(outcome: Mapping[str, Any], environment: Mapping[str, str]) ->
     for module, error in outcome["not_importable"].items():
         print(f"warning: {module} does not import here: {error}", file=sys.stderr)
     patches = " ".join(outcome["patches"])
-    expected = environment.get("EXPECTED_PATCHES") or patches
-    if expected != patches:
-        raise Refusal(
-            f"{outcome['target']} has the patches {patches}, and EXPECTED_PATCHES says "
-            f"that the image is labelled with {expected}: build with "
-            f"--build-arg SERIES_PATCHES='{patches}'"
-        )
+    _require_label(
+        f"{outcome['target']} has the patches {patches}",
+        patches,
+        environment,
+        "EXPECTED_PATCHES",
+        f"SERIES_PATCHES='{patches}'",
+    )
     version = importlib.metadata.version("vllm-rocm-memory")
-    expected = environment.get("EXPECTED_VERSION") or version
-    if expected != version:
+    _require_label(
+        f"vllm-rocm-memory {version} is installed",
+        version,
+        environment,
+        "EXPECTED_VERSION",
+        f"SERIES_VERSION={version}",
+    )
+
+
+def _require_label(
+    what: str, found: str, environment: Mapping[str, str], variable: str, argument: str
+) -> None:
+    """Refuse what the image would be labelled wrongly with."""
+    expected = environment.get(variable) or found
+    if expected != found:
         raise Refusal(
-            f"vllm-rocm-memory {version} is installed, and EXPECTED_VERSION says that "
-            f"the image is labelled with {expected}: build with "
-            f"--build-arg SERIES_VERSION={version}"
+            f"{what}, and {variable} says that the image is labelled with {expected}: "
+            f"build with --build-arg {argument}"
         )
 
 

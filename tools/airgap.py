@@ -61,8 +61,10 @@ from airgap_unpack import (
     ARCHIVE,
     SCHEMA,
     BundleError,
+    entry_of,
     members,
     record_of,
+    say,
     sha256_of,
 )
 from fetch_sdist import pip_settings as read_pip_settings
@@ -890,14 +892,6 @@ def archives_of(streams: Sequence[Path], limit: int) -> list[dict[str, Any]]:
     ]
 
 
-def is_right(file: Path, entry: Mapping[str, Any]) -> bool:
-    return (
-        file.is_file()
-        and file.stat().st_size == entry["bytes"]
-        and sha256_of(file) == entry["sha256"]
-    )
-
-
 def write_archives(
     streams: Sequence[Path],
     archives: Sequence[Mapping[str, Any]],
@@ -911,8 +905,8 @@ def write_archives(
     """
     wrong = [
         n
-        for n, entry in enumerate(archives)
-        if not is_right(out / entry["name"], entry)
+        for n, entry in enumerate(map(entry_of, archives))
+        if not entry.is_at(out / entry.name)
     ]
     current, target = -1, None
     with contextlib.ExitStack() as stack:
@@ -1065,7 +1059,7 @@ def pack(settings: Settings, out: Path) -> dict[str, Any]:
             if file.name not in names:
                 file.unlink()
         script = out / "unpack.py"
-        if not is_right(script, manifest["unpack"]):
+        if not entry_of(manifest["unpack"]).is_at(script):
             write(script, UNPACK.read_bytes())
         if written or not is_same:
             say("reading the archives as the host will")
@@ -1085,10 +1079,6 @@ def pack(settings: Settings, out: Path) -> dict[str, Any]:
             for old in set((work / folder).glob("*")) - needed:
                 old.unlink()
     return manifest
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 def report(manifest: Mapping[str, Any], out: Path) -> None:

@@ -3,25 +3,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import kv_copy_interference
 import sleep_wake
+
+from . import children
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = ["sleep", "wake weights", "wake kv_cache", "sleep", "wake everything"]
 
 
 def run(script: str, *options: str) -> None:
-    benchmark = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *options],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert benchmark.returncode == 0, benchmark.stderr
+    command = children.python(BENCHMARKS / script, *options)
+    children.run(command, env=children.environment(), seconds=280)
 
 
 def test_copies_beside_decode_are_measured(tmp_path) -> None:

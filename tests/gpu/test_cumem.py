@@ -15,9 +15,8 @@ from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.device_allocator.host_backups import HostMemoryPolicy
 from vllm.platforms import current_platform
 
-from .device_memory import after_each_mapping, spin_cycles
+from .device_memory import MIB, after_each_mapping, free_bytes, spin_cycles
 
-MIB = 1 << 20
 # What vLLM's linear layers of an 8B model come to, and no power of two.
 BLOCK = 72 * MIB
 BLOCKS = 340
@@ -40,10 +39,6 @@ def _allocate(
 
 def _sums(tensors: list[torch.Tensor]) -> list[int]:
     return [int(tensor.sum(dtype=torch.int64)) for tensor in tensors]
-
-
-def _free() -> int:
-    return torch.accelerator.get_memory_info()[0]
 
 
 def test_host_memory_is_what_the_backup_needs(allocator: CuMemAllocator) -> None:
@@ -219,7 +214,7 @@ def test_work_queued_while_mapping_does_not_overwrite_the_restore(
 def test_a_wake_that_runs_out_of_memory_changes_nothing(
     allocator: CuMemAllocator,
 ) -> None:
-    third = int(_free() * 0.25) // MIB * MIB
+    third = int(free_bytes() * 0.25) // MIB * MIB
     blocks = _allocate(allocator, "weights", 1, 64 * MIB)
     sums = _sums(blocks)
     with allocator.use_memory_pool("kv_cache"):
@@ -227,18 +222,18 @@ def test_a_wake_that_runs_out_of_memory_changes_nothing(
             torch.empty(third, dtype=torch.uint8, device="cuda") for _ in range(3)
         ]
     allocator.sleep(offload_tags="weights")
-    asleep = _free()
+    asleep = free_bytes()
     # Two of the three caches fit beside it.
     squatter = torch.empty(third, dtype=torch.uint8, device="cuda")
     squatter_2 = torch.empty(third // 2, dtype=torch.uint8, device="cuda")
-    beside = _free()
+    beside = free_bytes()
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOf"):
         allocator.wake_up()
-    assert _free() == beside
+    assert free_bytes() == beside
     assert all(data.is_asleep for data in allocator.pointer_to_data.values())
     del squatter, squatter_2
     torch.accelerator.empty_cache()
-    assert _free() == asleep
+    assert free_bytes() == asleep
     allocator.wake_up()
     assert _sums(blocks) == sums
     assert all(cache.numel() == third for cache in caches)
