@@ -64,8 +64,10 @@ from airgap_unpack import (
     entry_of,
     members,
     record_of,
+    replacing,
     say,
     sha256_of,
+    write,
 )
 from fetch_sdist import pip_settings as read_pip_settings
 from packaging.markers import Environment, default_environment
@@ -517,15 +519,17 @@ def resolve(settings: Settings, work: Path) -> tuple[list[Wheel], dict[str, str]
     )
     lock = work / f"pylock.{key[:16]}.toml"
     if not lock.exists():
-        pins = pins_of(settings, work)
-        met = {
-            canonicalize_name(pin.name): str(
-                settings.present[canonicalize_name(pin.name)]
-            )
-            for pin in pins
-            if is_met(pin, settings)
-        }
-        lacking = [pin for pin in pins if canonicalize_name(pin.name) not in met]
+        met: dict[str, str] = {}
+        lacking = []
+        for pin in pins_of(settings, work):
+            name = canonicalize_name(pin.name)
+            version = settings.present.get(name)
+            if version is not None and pin.specifier.contains(
+                version, prereleases=True
+            ):
+                met[name] = str(version)
+            else:
+                lacking.append(pin)
         if not lacking:
             raise PackError(
                 f"--present: the host has all of {', '.join(settings.requirements())} "
@@ -568,11 +572,6 @@ def pins_of(settings: Settings, work: Path) -> list[Requirement]:
     run_uv(settings, str(wanted), f"--excludes={excluded}", f"--output-file={pins}")
     lines = (line.strip() for line in pins.read_text().splitlines())
     return [Requirement(line) for line in lines if line]
-
-
-def is_met(pin: Requirement, settings: Settings) -> bool:
-    version = settings.present.get(canonicalize_name(pin.name))
-    return version is not None and pin.specifier.contains(version, prereleases=True)
 
 
 def chosen(lock: Pylock, settings: Settings) -> list[Wheel]:
@@ -620,11 +619,7 @@ def download(wheels: Sequence[Wheel], settings: Settings, folder: Path) -> None:
     session.verify = pip_settings().get("cert", True)
     session.mount("https://", HTTPAdapter(max_retries=Retry(5, backoff_factor=1)))
 
-    def fetch(wheel: Wheel) -> None:
-        target = folder / wheel.name
-        if target.exists() and sha256_of(target) == wheel.sha256:
-            return
-        partial = target.with_name(target.name + ".partial")
+    def receive(wheel: Wheel, file: Path) -> None:
         with contextlib.ExitStack() as stack:
             url = urlparse(wheel.url)
             if url.scheme == "file":
@@ -643,17 +638,24 @@ def download(wheels: Sequence[Wheel], settings: Settings, folder: Path) -> None:
                     )
                 answer.raise_for_status()
                 chunks = answer.iter_content(CHUNK)
-            out = stack.enter_context(partial.open("wb"))
+            out = stack.enter_context(file.open("wb"))
             for chunk in chunks:
                 out.write(chunk)
-        have = sha256_of(partial)
-        if have != wheel.sha256:
-            partial.unlink()
-            raise PackError(
-                f"{wheel.url}: sha256 is {have}, and the index says {wheel.sha256}; "
-                "pack again, and if it stays so, name another source with --index"
-            )
-        partial.replace(target)
+
+    def fetch(wheel: Wheel) -> None:
+        target = folder / wheel.name
+        if target.exists() and sha256_of(target) == wheel.sha256:
+            return
+        with replacing(target) as partial:
+            receive(wheel, partial)
+            have = sha256_of(partial)
+            if have != wheel.sha256:
+                partial.unlink()
+                raise PackError(
+                    f"{wheel.url}: sha256 is {have}, and the index says "
+                    f"{wheel.sha256}; pack again, and if it stays so, name another "
+                    "source with --index"
+                )
 
     with ThreadPoolExecutor(4) as threads:
         try:
@@ -698,8 +700,7 @@ def slimmed(
     """
     folder.mkdir(exist_ok=True)
     target = folder / wheel.name
-    partial = target.with_name(target.name + ".partial")
-    with opened(wheel) as (source, record):
+    with opened(wheel) as (source, record), replacing(target) as partial:
         names = [i.filename for i in source.infolist() if not i.is_dir()]
         left: set[str] = set()
         for pattern in leave_out:
@@ -737,7 +738,6 @@ def slimmed(
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows(kept)
             out.writestr(entry(record), text.getvalue())
-    partial.replace(target)
     return target
 
 
@@ -835,9 +835,7 @@ def compress(files: Sequence[Path], folder: Path) -> list[Path]:
         data = block.read()
         target = folder / f"{hashlib.sha256(data).hexdigest()}.{PRESET}.xz"
         if not target.exists():
-            partial = target.with_suffix(".partial")
-            partial.write_bytes(lzma.compress(data, preset=PRESET))
-            partial.replace(target)
+            write(target, lzma.compress(data, preset=PRESET))
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -998,12 +996,6 @@ def manifest_of(
         "unpack": script,
         "wheels": wheels,
     }
-
-
-def write(file: Path, data: bytes) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_bytes(data)
-    partial.replace(file)
 
 
 def check(archives: Sequence[Path], wheels: Iterable[Mapping[str, Any]]) -> None:

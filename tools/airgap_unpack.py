@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import csv
 import dataclasses
 import errno
@@ -100,10 +101,17 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
-def write_text(file: Path, text: str) -> None:
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Where to write what the file is to hold; it has that all at once, or never."""
     partial = file.with_name(file.name + ".partial")
-    partial.write_text(text)
+    yield partial
     partial.replace(file)
+
+
+def write(file: Path, data: bytes) -> None:
+    with replacing(file) as partial:
+        partial.write_bytes(data)
 
 
 # --- archives -----------------------------------------------------------------------
@@ -256,9 +264,8 @@ def keep_archives(manifest: Manifest, source: Path, folder: Path) -> list[str]:
                 f"{archive.sha256}; copy this archive from the bundle again, with the "
                 "manifest beside it there"
             )
-        partial = kept.with_name(kept.name + ".partial")
-        shutil.copyfile(arrived, partial)
-        partial.replace(kept)
+        with replacing(kept) as partial:
+            shutil.copyfile(arrived, partial)
     return missing
 
 
@@ -277,18 +284,16 @@ def fill_wheelhouse(manifest: Manifest, archives: Path, wheelhouse: Path) -> Non
             wheel = wanted.pop(name, None)
             if wheel is None:
                 raise BundleError(f"{name} is not in the manifest; {remedy}")
-            target = wheelhouse / name
-            partial = target.with_name(name + ".partial")
-            with partial.open("wb") as out:
-                shutil.copyfileobj(source, out, CHUNK)
-            have = sha256_of(partial)
-            if have != wheel.sha256:
-                partial.unlink()
-                raise BundleError(
-                    f"{name}: sha256 is {have}, and the manifest says {wheel.sha256}; "
-                    f"{remedy}"
-                )
-            partial.replace(target)
+            with replacing(wheelhouse / name) as partial:
+                with partial.open("wb") as out:
+                    shutil.copyfileobj(source, out, CHUNK)
+                have = sha256_of(partial)
+                if have != wheel.sha256:
+                    partial.unlink()
+                    raise BundleError(
+                        f"{name}: sha256 is {have}, and the manifest says "
+                        f"{wheel.sha256}; {remedy}"
+                    )
     except (lzma.LZMAError, tarfile.TarError, EOFError) as error:
         raise BundleError(f"the archives cannot be read ({error}); {remedy}") from None
     if wanted:
@@ -523,7 +528,7 @@ def make_venv(manifest: Manifest, host: Host, wheelhouse: Path, venv: Path) -> N
         ],
         f"the wheels cannot be installed in {venv}",
     )
-    write_text(venv / "bundle.json", mark_of(manifest, host))
+    write(venv / "bundle.json", mark_of(manifest, host).encode())
 
 
 def run(command: list[str], failure: str) -> None:
@@ -549,10 +554,8 @@ def write_env(prefix: Path) -> None:
         "PIP_FIND_LINKS": (prefix / "wheelhouse").as_uri(),
         "PYTHON": str(prefix / "venv" / "bin" / "python"),
     }
-    write_text(
-        prefix / "env",
-        "".join(f"export {name}={shlex.quote(v)}\n" for name, v in values.items()),
-    )
+    lines = (f"export {name}={shlex.quote(v)}\n" for name, v in values.items())
+    write(prefix / "env", "".join(lines).encode())
 
 
 # --- the command --------------------------------------------------------------------
