@@ -1167,8 +1167,7 @@ def describe_machine() -> Result:
         library = hip_runtime.get_runtime(cuda_mem_ops._load_hip_runtime)
         version = hip_runtime.runtime_version(library)
         runtime = f"HIP {hip_runtime.format_version(version)}"
-        numbers = hip_runtime.driver_version()
-        driver = "amdgpu " + (".".join(map(str, numbers)) if numbers else "unknown")
+        driver = reporting.amdgpu_driver()
     else:
         runtime = f"CUDA {torch.version.cuda}"
         driver = reporting.nvidia_driver()

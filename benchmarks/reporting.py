@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import platform
 import re
 import shlex
 import subprocess
@@ -91,6 +92,13 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
             if found := re.search(r"\d+\.\d+(\.\d+)*", read()):
                 return f"nvidia {found[0]}"
     return "nvidia unknown"
+
+
+def amdgpu_driver(path: Path = Path("/sys/module/amdgpu/version")) -> str:
+    """Return ``amdgpu`` and its version, or that of the Linux whose own it is."""
+    # The driver of Linux itself has no version but the kernel's.
+    named = path.exists() and path.read_text().strip()
+    return f"amdgpu {named or 'of Linux ' + platform.release()}"
 
 
 def save(result: Result, path: Path) -> None:

@@ -817,7 +817,7 @@ def describe_machine(device: Device, simulated: bool) -> Result:
     else:
         gpu, hip = torch.cuda.get_device_name(0), torch.version.hip
         runtime = f"HIP {hip}" if hip else f"CUDA {torch.version.cuda}"
-        driver = _amd_driver() if hip else reporting.nvidia_driver()
+        driver = reporting.amdgpu_driver() if hip else reporting.nvidia_driver()
     nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     return {
         "gpu": gpu,
@@ -843,10 +843,6 @@ def _first_line(path: str) -> str:
         return Path(path).read_text().split("\n")[0]
     except OSError:
         return "unknown"
-
-
-def _amd_driver() -> str:
-    return f"amdgpu {_first_line('/sys/module/amdgpu/version')}"
 
 
 def measure_rank(

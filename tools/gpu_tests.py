@@ -56,7 +56,7 @@ LOOK = f"""
 import sys, traceback
 sys.path[:0] = [{str(ROOT / "tools")!r}, {str(ROOT / "benchmarks")!r}]
 try:
-    import dataclasses, importlib.metadata, json, pathlib, platform, torch
+    import dataclasses, importlib.metadata, json, platform, torch
     import partitions, reporting
 
     vllm = importlib.metadata.version("vllm")
@@ -67,10 +67,7 @@ except Exception:
 machine = partitions.Machine.seen_by_torch()
 driver = ""
 if machine.hip is not None:
-    version = pathlib.Path("/sys/module/amdgpu/version")
-    # the driver of Linux itself has no version but the kernel's
-    named = version.exists() and version.read_text().strip()
-    driver = f"amdgpu {{named or 'of Linux ' + platform.release()}}"
+    driver = reporting.amdgpu_driver()
 elif machine.cuda is not None:
     driver = reporting.nvidia_driver()
 print(json.dumps({{

@@ -85,3 +85,13 @@ def test_the_drivers_version_comes_from_the_file_or_the_tool(
     tool.write_text("#!/bin/sh\necho 570.10\n")
     tool.chmod(0o755)
     assert reporting.nvidia_driver(tmp_path / "none") == "nvidia 570.10"
+
+
+def test_amdgpu_has_a_version_of_its_own_or_linuxs(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "version"
+    monkeypatch.setattr(reporting.platform, "release", lambda: "6.8.0")
+    assert reporting.amdgpu_driver(path) == "amdgpu of Linux 6.8.0"
+    path.write_text("\n")
+    assert reporting.amdgpu_driver(path) == "amdgpu of Linux 6.8.0"
+    path.write_text("6.19.14.31400000\n")
+    assert reporting.amdgpu_driver(path) == "amdgpu 6.19.14.31400000"

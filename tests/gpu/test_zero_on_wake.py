@@ -9,11 +9,11 @@ are filled once they are mapped show who clears. Not run on AMD hardware so far.
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reporting import amdgpu_driver
 
 from .children import environment, python, run
 from .zero_on_wake import WAYS
@@ -53,7 +53,9 @@ def test_what_has_no_backup_comes_back_zero_from_dirty_pages(report, way):
     assert told["wrong"] == []
     assert told["kept"], "what has a backup is as it was"
     if told["driver cleans"]:
-        pytest.skip(f"{driver()} hands pages out clean, so that this shows nothing")
+        pytest.skip(
+            f"{amdgpu_driver()} hands pages out clean, so that this shows nothing"
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -62,10 +64,3 @@ def test_what_has_no_backup_comes_back_zero_from_poisoned_pages(report, way):
     assert told["poisoned"] == told["ranges"] > 0, "once a range"
     assert told["wrong"] == []
     assert told["kept"], "what has a backup is as it was"
-
-
-def driver() -> str:
-    """The kernel's driver; the version is there where it is not the kernel's own."""
-    version = Path("/sys/module/amdgpu/version")
-    said = version.read_text().strip() if version.exists() else platform.release()
-    return f"amdgpu {said}" if version.exists() else f"amdgpu of Linux {said}"
