@@ -86,3 +86,21 @@ def after_each_mapping(act: Callable[[int, int], object]) -> Iterator[list[int]]
 
     with mock.patch.object(cumem, "create_and_map", hooked):
         yield mapped
+
+
+@contextmanager
+def poisoned(byte: int) -> Iterator[list[int]]:
+    """Fill each range as soon as a wake has mapped it, as old pages would.
+
+    Yields:
+        The addresses, as they come.
+    """
+    from vllm.device_allocator import cumem
+
+    def poison(address: int, num_bytes: int) -> None:
+        assert cumem.libcudart is not None
+        cumem.libcudart.cudaMemset(address, byte, num_bytes)
+        torch.accelerator.synchronize()
+
+    with after_each_mapping(poison) as ranges:
+        yield ranges

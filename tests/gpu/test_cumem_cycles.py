@@ -10,17 +10,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import vllm.device_allocator.cumem as cumem
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.platforms import current_platform
 
 from .device_memory import (
     MIB,
-    after_each_mapping,
     dirty_free_memory,
     free_bytes,
     mapped_bytes,
+    poisoned,
 )
 
 CYCLES = 20
@@ -182,16 +181,11 @@ def test_what_a_mapping_holds_is_not_seen_in_what_was_backed_up(
     constant.fill_(4)
     expected = copies_of(tensors)
 
-    def poison(address: int, num_bytes: int) -> None:
-        assert cumem.libcudart is not None
-        cumem.libcudart.cudaMemset(address, POISON, num_bytes)
-        torch.accelerator.synchronize()
-
     for order in range(3):
         allocations = set(allocator.pointer_to_data)
         mapped = mapped_bytes(allocator)
         allocator.sleep(offload_tags=(*KEPT, "cudagraph"))
-        with after_each_mapping(poison) as ranges:
+        with poisoned(POISON) as ranges:
             wake(allocator, order, mapped)
         torch.accelerator.synchronize()
         assert set(ranges) == allocations

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +14,11 @@ from vllm.v1.simple_kv_offload import cuda_mem_ops
 
 from vllm_rocm_memory.sim.demo_model import write_demo_model
 
-BLOCK = 32
+from .children import ENGINE
+from .engine_reports import BLOCK, BLOCK_BYTES
+from .sleep_engine import BODY, WORDS
+
 DEVICE_BLOCKS = 40
-# Keys and values of 4 layers, 2 heads, 64 elements each, in bfloat16.
-BLOCK_BYTES = 2 * 4 * 2 * 64 * 2 * BLOCK
-FIRST_WORDS = ("amber", "Cedar and", "drift", "Where is", "nine grey", "zinc")
-BODY = " The keeper counts twice and writes down where each crate went." * 21
 PATIENCE = 60.0
 
 
@@ -121,12 +119,8 @@ def tokens(output: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "HF_HUB_OFFLINE": "1",
-        }.items():
-            patch.setitem(os.environ, name, value)
+        for name, value in ENGINE.items():
+            patch.setenv(name, value)
         model = write_demo_model(tmp_path_factory.mktemp("model") / "demo")
         engine = Engine(model)
         yield engine
@@ -141,7 +135,7 @@ def computed(engine: Engine) -> dict[str, list[int]]:
     A prompt that is computed whole takes other steps, and bfloat16 tells.
     """
     answers = {}
-    for word in FIRST_WORDS:
+    for word in WORDS:
         engine.ask(word)
         answers[word] = tokens(engine.ask(word))
     # How many differ depends on the GPU's rounding. Not run on AMD hardware so far.
@@ -159,18 +153,18 @@ def test_blocks_that_come_back_give_the_same_answers(engine, computed):
 
 
 def test_a_failed_load_costs_its_own_request(engine, computed):
-    for word in FIRST_WORDS:
+    for word in WORDS:
         engine.spoiler.load_after = engine.spoiler.loads + 1
         failed = engine.ask(word)
         assert failed.outputs[0].finish_reason == "error"
         assert tokens(engine.ask(word)) == computed[word], "the next one loads"
     engine.settle()
-    assert engine.spoiler.spoiled == len(FIRST_WORDS)
+    assert engine.spoiler.spoiled == len(WORDS)
 
 
 def test_a_failed_store_is_never_served(engine, computed):
     engine.spoiler.spoil_stores = True
-    fresh = [f"{word}, again" for word in FIRST_WORDS]
+    fresh = [f"{word}, again" for word in WORDS]
     answers = [tokens(engine.ask(word)) for word in fresh]
     engine.settle()
     engine.spoiler.spoil_stores = False

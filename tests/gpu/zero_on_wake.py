@@ -8,8 +8,7 @@ Prints a line of JSON.
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,16 +19,16 @@ if __package__:
         GIB,
         MARGIN,
         MIB,
-        after_each_mapping,
         dirty_free_memory,
+        poisoned,
     )
 else:
     from device_memory import (
         GIB,
         MARGIN,
         MIB,
-        after_each_mapping,
         dirty_free_memory,
+        poisoned,
     )
 
 OLD, KEPT = 0x5A, 7
@@ -67,20 +66,6 @@ def driver_cleans(device: str, num_bytes: int) -> bool:
     del probe
     torch.accelerator.empty_cache()
     return clean
-
-
-@contextmanager
-def poisoned() -> Iterator[list[int]]:
-    """Fill each range as soon as a wake has mapped it, as old pages would."""
-    from vllm.device_allocator import cumem
-
-    def poison(address: int, num_bytes: int) -> None:
-        assert cumem.libcudart is not None
-        cumem.libcudart.cudaMemset(address, POISON, num_bytes)
-        torch.accelerator.synchronize()
-
-    with after_each_mapping(poison) as ranges:
-        yield ranges
 
 
 def main(
@@ -131,7 +116,7 @@ def main(
         if pages == "old":
             told["dirty"] = dirty_free_memory(OLD, device, margin)
             told["driver cleans"] = driver_cleans(device, probe)
-        with poisoned() if pages == "poisoned" else nullcontext() as ranges:
+        with poisoned(POISON) if pages == "poisoned" else nullcontext() as ranges:
             for tags in WAYS[way]:
                 allocator.wake_up(tags)
         torch.accelerator.synchronize()
