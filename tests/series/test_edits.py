@@ -304,6 +304,10 @@ def based(source: str, name: str = "A", base: str = "New", **options) -> str:
         ("class A(*New, k=New):", "class A(New, *New, k=New):"),
         ("class A(new.New, B[New]):", "class A(New, new.New, B[New]):"),
         ("class A[T](B[T]):", "class A[T](New, B[T]):"),
+        # No list yet.
+        ("class A:", "class A(New):"),
+        ("class A[T]:", "class A[T](New):"),
+        ("class A():", "class A(New):"),
         # Wrapped, one a line, with and without comments.
         ("class A(\n    B,\n):", "class A(\n    New,\n    B,\n):"),
         ("class A(\n  B,\n  k=M\n):", "class A(\n  New,\n  B,\n  k=M\n):"),
@@ -366,8 +370,8 @@ def test_a_base_brings_its_import():
             "try:\n    class A(B): ...\nexcept E:\n    class A(C): ...",
             "class A is defined 2 times",
         ),
-        ("class A: ...", "class A has no list of bases"),
-        ("class A(): ...", "class A has no list of bases"),
+        ("class A(  # why\n): ...", "class A has no list of bases, and no room for"),
+        (f"class A[{'T' * 80}]: ...", "class A has no list of bases, and no room for"),
         ("class A(B, New): ...", "class A has the base New already"),
         ("class A(\n    (New),  # why\n): ...", "class A has the base New already"),
         ("class A(B: ...", "it does not parse"),

@@ -506,7 +506,7 @@ def test_what_an_added_base_imports_must_be_there(with_guest, snapshot):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (GUEST.replace("(User)", ""), "class Guest has no list of bases"),
+        (GUEST.replace("(User)", "(  # why\n)"), "class Guest has no list of bases"),
         (GUEST.replace("(User)", "(Polite)"), "class Guest has the base Polite alre"),
         (GUEST.replace("Guest", "Host"), "class Guest is defined 0 times, not once"),
         (GUEST + "class Guest(User): ...\n", "class Guest is defined 2 times"),

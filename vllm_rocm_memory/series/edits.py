@@ -85,23 +85,24 @@ def add_base(
 
     Args:
         source: the module.
-        class_name: qualified name; defined exactly once, with a list of bases.
+        class_name: qualified name; defined exactly once.
         base: the expression of the new base.
         imports: ``from module import name`` lines that the module needs.
 
     Raises:
-        SeriesError: the class is not there exactly once, has nothing in parentheses
-            behind its name, or has the base already.
+        SeriesError: the class is not there exactly once, has the base already, or has
+            neither a list of bases nor room for one in its line.
     """
     module = _parse(source)
     node = _defined(module, class_name, cst.ClassDef, "class")
-    if not node.bases and not node.keywords:
-        raise SeriesError(f"class {class_name} has no list of bases")
     bases = [_structure(_code(each.value)) for each in node.bases if not each.star]
     if _structure(base) in bases:
         raise SeriesError(f"class {class_name} has the base {base} already")
     value = cst.parse_expression(base, module.config_for_parsing)
-    module = _with_first_base(module, node, value)
+    if node.bases or node.keywords:
+        module = _with_first_base(module, node, value)
+    else:
+        module = _with_only_base(module, node, class_name, value)
     for line in imports:
         module = _import(module, line)
     return module.bytes
@@ -319,6 +320,19 @@ def _with_first_base(
         last, closing = _ended(last, "", closing), cst.SimpleWhitespace("")
     opening = line.with_changes(empty_lines=())
     return _with_list(module, node, opening, [new, *front, last], closing)
+
+
+def _with_only_base(
+    module: cst.Module, node: cst.ClassDef, name: str, value: cst.BaseExpression
+) -> cst.Module:
+    new = cst.Arg(value)
+    changed = _with_list(
+        module, node, cst.SimpleWhitespace(""), [new], cst.SimpleWhitespace("")
+    )
+    is_commented = isinstance(node.lpar, cst.LeftParen) and "#" in _code(node.lpar)
+    if is_commented or not _fits(changed, new):
+        raise SeriesError(f"class {name} has no list of bases, and no room for one")
+    return changed
 
 
 def _with_list(
