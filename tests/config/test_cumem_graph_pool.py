@@ -74,7 +74,7 @@ def test_every_mode_with_graphs_uses_the_pool(mode: CUDAGraphMode) -> None:
         (_config(enable_sleep_mode=False), ["--enable-sleep-mode"]),
         (
             _config(sleep_mode_backend="cuda_checkpoint"),
-            ["--sleep-mode-backend cuda_checkpoint", "cumem"],
+            ["backend cuda_checkpoint", "--sleep-mode-backend", "cumem"],
         ),
         (_config(CUDAGraphMode.NONE, enforce_eager=True), ["--enforce-eager"]),
         (_config(CUDAGraphMode.NONE), ["-cc.cudagraph_mode"]),

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from vllm.device_allocator.cumem import CuMemAllocator
 
 from vllm_rocm_memory import serve
+from vllm_rocm_memory.sim import hipsim
 
 from .simulated_gpu import (
     IS_HIP,
@@ -24,6 +26,7 @@ from .simulated_gpu import (
     Torch,
     build_trampoline,
     injected,
+    memory_info,
     simulator,
 )
 from .world import World
@@ -36,6 +39,8 @@ ON_CUDA_TOO = (
     "test_memory_pressure.py",
     "test_reported_sleep_failures.py",
     "test_sleep_progress.py",
+    "test_sleep_report.py",
+    "test_worker_reports.py",
 )
 
 
@@ -131,6 +136,9 @@ def world(
     monkeypatch.setenv("VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE", "1")
     monkeypatch.setattr(torch.accelerator, "synchronize", torch_side.synchronize)
     monkeypatch.setattr(torch.accelerator, "empty_cache", torch_side.empty_cache)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", memory_info)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", torch_side.memory_snapshot)
     # Backups of a few MiB in several pieces, which threads prepare.
     small = partial(module.HostArena, piece_size=PIECE)
     monkeypatch.setattr(module, "HostArena", small)
@@ -142,6 +150,26 @@ def world(
     world.free_all()
     gc.collect()
     world.check_nothing_left()
+
+
+@pytest.fixture
+def allocator(module: ModuleType) -> Iterator[CuMemAllocator]:
+    """One under PyTorch's pools on the simulated device of HIP, and emptied."""
+    from vllm_rocm_memory.sim import torch_device
+
+    hipsim.reset("7.2.3")
+    hipsim.configure(host_reads="allow", stale_memory="poisoned")
+    uninstall = torch_device.install()
+    allocator = CuMemAllocator()
+    yield allocator
+    allocator.release_pools()
+    gc.collect()
+    torch.accelerator.empty_cache()
+    assert allocator.pointer_to_data == {}
+    uninstall()
+    gc.collect()
+    hipsim.reset(hipsim.PROFILES[-1])
+    hipsim.assert_clean()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -81,8 +81,8 @@ def synchronize(device: int | None = None) -> None:
         cudasim.check(lib.cuCtxSynchronize(), "cuCtxSynchronize")
 
 
-def free_bytes() -> int:
-    """Of the device's memory."""
+def memory_info(device: int | None = None) -> tuple[int, int]:
+    """`torch.accelerator.get_memory_info`: bytes that are free, and all."""
     lib, free, total = simulator.load(), ctypes.c_size_t(), ctypes.c_size_t()
     out = ctypes.byref(free), ctypes.byref(total)
     if IS_HIP:
@@ -90,7 +90,27 @@ def free_bytes() -> int:
     else:
         use_device()
         cudasim.check(lib.cuMemGetInfo_v2(*out), "cuMemGetInfo_v2")
-    return free.value
+    return free.value, total.value
+
+
+def free_bytes() -> int:
+    """Of the device's memory."""
+    return memory_info()[0]
+
+
+@contextmanager
+def memory_of_the_driver(size: int) -> Iterator[None]:
+    """Device memory that neither the allocator nor PyTorch has."""
+    lib = simulator.load()
+    ptr = ctypes.c_void_p() if IS_HIP else ctypes.c_uint64()
+    if IS_HIP:
+        hipsim.check(lib.hipMalloc(ctypes.byref(ptr), size), "hipMalloc")
+    else:
+        cudasim.check(lib.cuMemAlloc_v2(ctypes.byref(ptr), size), "cuMemAlloc_v2")
+    try:
+        yield
+    finally:
+        (lib.hipFree if IS_HIP else lib.cuMemFree_v2)(ptr)
 
 
 def _copy(to: int, source: int, size: int, kind: int) -> None:
@@ -110,14 +130,18 @@ class OutOfMemory(RuntimeError):
 class Torch:
     """PyTorch's caching allocator as far as a pluggable allocator sees it.
 
-    The mutex is PyTorch's: held while the allocator's functions run and while the cache
-    is emptied, by any thread, and recursive.
+    The mutex is PyTorch's: held while the allocator's functions run, while the cache is
+    emptied and while segments are listed, by any thread, and recursive.
+
+    Attributes:
+        segments: Bytes of those that were not given back, by address.
     """
 
     def __init__(self, module: ModuleType, trampoline: Path) -> None:
         self.module = module
         self.mutex = threading.RLock()
         self.emptied = 0
+        self.segments: dict[int, int] = {}
         self.synchronized: list[int | None] = []
         allocator = ctypes.CDLL(module.__file__)
         self._malloc = allocator.my_malloc
@@ -155,17 +179,35 @@ class Torch:
         if not ptr:
             raise OutOfMemory(f"no memory for {size} bytes")
         address: int = ptr
+        self.segments[address] = size
         return address
 
     def free(self, ptr: int, size: int, device: int = 0) -> None:
         """Gives a segment back."""
         with self.mutex:
+            self.segments.pop(ptr, None)
             self._free(ptr, size, device, None)
 
     def empty_cache(self) -> None:
         """`torch.accelerator.empty_cache`."""
         with self.mutex:
             self.emptied += 1
+
+    def memory_snapshot(
+        self, mempool_id: object = None, include_traces: bool = True
+    ) -> list[dict[str, Any]]:
+        """`torch.cuda.memory_snapshot`, of one pool in which all is in use."""
+        with self.mutex:
+            return [
+                {
+                    "device": 0,
+                    "address": ptr,
+                    "total_size": size,
+                    "active_size": size,
+                    "segment_pool_id": (0, 1),
+                }
+                for ptr, size in self.segments.items()
+            ]
 
     def synchronize(self, device: int | None = None) -> None:
         """`torch.accelerator.synchronize`."""

@@ -202,6 +202,7 @@ NOT_LOCKED = Harmless("the backup is not page-locked, or stays so until the next
 LEFT = Harmless("destroyed by a later call")
 NO_NODE = Harmless("host memory is then on any NUMA node", False)
 NO_BUFFER = Harmless("copied through fewer or smaller buffers, or none", False)
+NO_REPORT = Harmless("a sleep that is done goes without its report")
 TRIED_AGAIN = Harmless("a wake without memory collects garbage and is tried once more")
 HARMLESS = {
     "hipHostRegister": NOT_LOCKED,
@@ -222,6 +223,8 @@ HARMLESS = {
     "cuStreamDestroy_v2": LEFT,
     "hipMemAddressReserve": Harmless("asked for again without an alignment", False),
     "cuDeviceGetAttribute": Harmless("memory without RDMA or fabric handles", False),
+    "hipMemGetInfo": NO_REPORT,
+    "cuMemGetInfo_v2": NO_REPORT,
     "hipRuntimeGetVersion": Harmless("not needed, or taken for an old one", False),
 }
 

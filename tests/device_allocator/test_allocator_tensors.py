@@ -5,8 +5,6 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,25 +19,6 @@ from .simulated_gpu import IS_HIP
 DEADLINE = 30  # seconds
 
 pytestmark = pytest.mark.skipif(not IS_HIP, reason="PyTorch's device is HIP's here")
-
-
-@pytest.fixture
-def allocator(module: ModuleType) -> Iterator[CuMemAllocator]:
-    from vllm_rocm_memory.sim import torch_device
-
-    hipsim.reset("7.2.3")
-    hipsim.configure(host_reads="allow", stale_memory="poisoned")
-    uninstall = torch_device.install()
-    allocator = CuMemAllocator()
-    yield allocator
-    allocator.release_pools()
-    gc.collect()
-    torch.accelerator.empty_cache()
-    assert allocator.pointer_to_data == {}
-    uninstall()
-    gc.collect()
-    hipsim.reset(hipsim.PROFILES[-1])
-    hipsim.assert_clean()
 
 
 def test_pools_that_go_during_a_sleep(

@@ -115,7 +115,10 @@ class World:
         self.cumem._trim(pool)
 
     def sleep(self, tags: tuple[str, ...]) -> None:
-        self.cumem.sleep(offload_tags=tags)
+        report = self.cumem.sleep(offload_tags=tags)
+        assert report is self.cumem.last_sleep
+        # None where a call that tells of memory was made to fail.
+        assert report is None or report.held.rest_bytes >= 0, report
 
     def wake(self, tags: list[str] | None = None) -> None:
         self.cumem.wake_up(tags)

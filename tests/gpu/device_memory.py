@@ -36,15 +36,6 @@ def spin_cycles(seconds: float) -> int:
     return int(probe * seconds * 1000 / begin.elapsed_time(end))
 
 
-def mapped_bytes(allocator: Any) -> dict[str, int]:
-    """What has memory now, by tag."""
-    found: dict[str, int] = {}
-    for data in allocator.pointer_to_data.values():
-        if not data.is_asleep:
-            found[data.tag] = found.get(data.tag, 0) + data.handle[1]
-    return found
-
-
 def dirty_free_memory(byte: int, device: str = "cuda", margin: int = MARGIN) -> int:
     """Write a byte over all memory that is free, and free it again.
 

@@ -80,6 +80,33 @@ def assert_memory_goes_and_comes(report: Report) -> None:
                 expected = {tag: size for tag, size in mapped.items() if tag != waits}
                 assert partly == expected, (name, woken)
         assert cycle["mapped"] == whole, name
+        for told, before, mapped in zip(
+            cycle["reports"], cycle["reports before"], whole, strict=True
+        ):
+            assert_report_is_right(told, before, mapped)
+
+
+def assert_report_is_right(
+    told: Report, before: Report, mapped: Mapping[str, int]
+) -> None:
+    """What a rank says while it is asleep with all that was mapped, and before."""
+    assert "unavailable" not in told, told
+    freed = told["last_sleep"]["freed"]
+    assert {tag: each["device_bytes"] for tag, each in freed.items()} == mapped
+    held = told["now"]["device"]
+    assert (held["tags"], held["asleep"]) == ({}, mapped)
+    awake = before["now"]["device"]
+    assert (awake["tags"], awake["asleep"]) == (mapped, {})
+    # What nobody lists does not sleep, so tags that it hid would show.
+    assert abs(unlisted(held) - unlisted(awake)) <= TAKEN
+    assert held["rest_bytes"] > 0, "a context at least"
+    assert held["graph_pool_bytes"] == 0, "the graphs sleep"
+    assert (held["others_bytes"] is None) == (held["others_unknown"] is not None)
+
+
+def unlisted(device: Mapping[str, Any]) -> int:
+    """Bytes that neither the allocator nor PyTorch has."""
+    return int(device["rest_bytes"]) + int(device["others_bytes"] or 0)
 
 
 def assert_answers_are_the_same(report: Report) -> None:

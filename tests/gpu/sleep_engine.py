@@ -25,11 +25,7 @@ def memory(worker: Any) -> tuple[dict[str, int], int]:
 
     torch.accelerator.synchronize()
     allocator: Any = get_mem_allocator_instance()
-    found: dict[str, int] = {}
-    for data in allocator.pointer_to_data.values():
-        if not data.is_asleep:
-            found[data.tag] = found.get(data.tag, 0) + data.handle[1]
-    return found, int(torch.accelerator.get_memory_info()[0])
+    return allocator.mapped_bytes(), int(torch.accelerator.get_memory_info()[0])
 
 
 def count_calls(worker: Any) -> None:
@@ -151,12 +147,16 @@ class Run:
             between: Called after the first wake.
         """
         _, awake = self.memory()
+        before = self.llm.collective_rpc("sleep_report")
         self.llm.sleep(level=level)
         asleep, free = self.memory()
+        reports = self.llm.collective_rpc("sleep_report")
         told: dict[str, Any] = {
             "name": name,
             "level": level,
             "asleep": asleep,
+            "reports": reports,
+            "reports before": before,
             "given back": [b - a for a, b in zip(awake, free, strict=True)],
             "partly": [],
         }

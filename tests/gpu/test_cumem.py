@@ -13,6 +13,7 @@ import torch
 import vllm.device_allocator.cumem as cumem
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.device_allocator.host_backups import HostMemoryPolicy
+from vllm.device_allocator.sleep_report import DeviceMemory
 from vllm.platforms import current_platform
 
 from .device_memory import MIB, after_each_mapping, free_bytes, spin_cycles
@@ -23,6 +24,8 @@ BLOCKS = 340
 ROUNDS = 200
 # Bytes by which a process may be larger after a wake that gives host memory back.
 RELEASED = 512 * MIB
+# Of the device, that the driver may take for host memory which a first sleep registers.
+TAKEN = 32 * MIB
 # Longer than a whole wake of the small allocations here.
 LATE_SECONDS = 0.06
 
@@ -264,3 +267,40 @@ def test_a_graph_replays_after_its_pool_slept(
         graph.replay()
         assert bool((outputs == 5).all())
     del graph, outputs, constant
+
+
+def _unlisted(device: DeviceMemory) -> int:
+    """Bytes that neither the allocator nor PyTorch has."""
+    return device.rest_bytes + (device.others_bytes or 0)
+
+
+def test_what_holds_the_device_s_memory(allocator: CuMemAllocator) -> None:
+    blocks = _allocate(allocator, "weights", 4, BLOCK)
+    torch.accelerator.empty_cache()
+    before, _ = allocator.memory()
+    outside = [torch.empty(BLOCK, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        private = torch.empty(BLOCK, dtype=torch.uint8, device="cuda")
+    outside.pop()
+    now, _ = allocator.memory()
+    assert now.tags == allocator.mapped_bytes()
+    assert now.torch_bytes - before.torch_bytes == 3 * BLOCK
+    assert now.torch_cached_bytes - before.torch_cached_bytes == BLOCK
+    assert now.other_pools_bytes - before.other_pools_bytes == BLOCK
+    assert now.rest_bytes > 0, "a context at least"
+    assert (now.others_bytes is None) == (now.others_unknown is not None)
+    sums = _sums(blocks)
+    torch.accelerator.empty_cache()
+    outside.pop()
+    report = allocator.sleep(offload_tags="weights")
+    assert report is not None
+    assert report.freed["weights"].device_bytes == now.tags["weights"]
+    assert report.torch_cache_freed_bytes >= BLOCK
+    held = report.held
+    assert held.tags == {} and held.asleep == now.tags
+    # What nobody lists does not sleep, so tags that it hid would show.
+    assert abs(_unlisted(held) - _unlisted(now)) <= TAKEN
+    allocator.wake_up()
+    assert _sums(blocks) == sums
+    del private

@@ -18,7 +18,6 @@ from .device_memory import (
     MIB,
     dirty_free_memory,
     free_bytes,
-    mapped_bytes,
     poisoned,
 )
 
@@ -78,7 +77,7 @@ def wake(allocator: CuMemAllocator, order: int, mapped: Mapping[str, int]) -> No
     tags = ("weights", "kv_cache")
     first, second = tags if order % 3 == 1 else reversed(tags)
     allocator.wake_up([first])
-    assert mapped_bytes(allocator) == {
+    assert allocator.mapped_bytes() == {
         tag: size for tag, size in mapped.items() if tag != second
     }
     allocator.wake_up([second])
@@ -89,21 +88,21 @@ def test_twenty_cycles_are_exact_and_take_no_more_memory(
 ) -> None:
     tensors = allocate(allocator)
     expected = copies_of(tensors)
-    mapped = mapped_bytes(allocator)
+    mapped = allocator.mapped_bytes()
     assert set(mapped) == set(SIZES)
     process = psutil.Process()
     awake, asleep, held = [], [], []
     for cycle in range(CYCLES):
         if cycle % 4 == 3:
             allocator.discard("kv_cache")
-            assert set(mapped_bytes(allocator)) == set(SIZES) - {"kv_cache"}
+            assert set(allocator.mapped_bytes()) == set(SIZES) - {"kv_cache"}
         allocator.sleep(offload_tags=KEPT)
-        assert mapped_bytes(allocator) == {}
+        assert allocator.mapped_bytes() == {}
         asleep.append(free_bytes())
         held.append(process.memory_info().rss)
         wake(allocator, cycle, mapped)
         awake.append(free_bytes())
-        assert mapped_bytes(allocator) == mapped
+        assert allocator.mapped_bytes() == mapped
         assert_same(tensors, expected, cycle)
         for cache in tensors["kv_cache"]:
             cache.fill_(cycle)
@@ -146,16 +145,16 @@ def test_graphs_of_one_pool_replay_after_each_level(
     for number, (_, constant, _) in enumerate(graphs):
         # After the capture, so that only a backup has it.
         constant.fill_(3 + number)
-    mapped = mapped_bytes(allocator)
+    mapped = allocator.mapped_bytes()
     assert {"weights", "cudagraph"} <= set(mapped)
     without_weights = {tag: size for tag, size in mapped.items() if tag != "weights"}
     for cycle in range(5):
         CuMemBackend().suspend(level=level)
-        assert mapped_bytes(allocator) == {}
+        assert allocator.mapped_bytes() == {}
         CuMemBackend().resume(tags=["kv_cache"])
-        assert mapped_bytes(allocator) == without_weights
+        assert allocator.mapped_bytes() == without_weights
         CuMemBackend().resume(tags=["weights"])
-        assert mapped_bytes(allocator) == mapped
+        assert allocator.mapped_bytes() == mapped
         if level == 2:
             weights.fill_(2)  # as a reload does
         inputs.fill_(cycle)
@@ -183,7 +182,7 @@ def test_what_a_mapping_holds_is_not_seen_in_what_was_backed_up(
 
     for order in range(3):
         allocations = set(allocator.pointer_to_data)
-        mapped = mapped_bytes(allocator)
+        mapped = allocator.mapped_bytes()
         allocator.sleep(offload_tags=(*KEPT, "cudagraph"))
         with poisoned(POISON) as ranges:
             wake(allocator, order, mapped)
@@ -213,7 +212,7 @@ def test_old_pages_are_not_seen_in_what_was_backed_up(
     tensors = allocate(allocator)
     expected = copies_of(tensors)
     for order in range(3):
-        mapped = mapped_bytes(allocator)
+        mapped = allocator.mapped_bytes()
         allocator.sleep(offload_tags=KEPT)
         assert dirty_free_memory(OLD) >= 2 * sum(mapped.values())
         wake(allocator, order, mapped)

@@ -20,7 +20,15 @@ import pytest
 from vllm_rocm_memory.series import SeriesError, operations, verification
 from vllm_rocm_memory.series.bases import measure
 from vllm_rocm_memory.series.compatibility import missing_names
-from vllm_rocm_memory.series.definition import Add, Replace, Series, load
+from vllm_rocm_memory.series.definition import (
+    Add,
+    AddBuilt,
+    Replace,
+    Series,
+    Step,
+    load,
+)
+from vllm_rocm_memory.series.edits import LINE_LENGTH
 from vllm_rocm_memory.series.export import export
 from vllm_rocm_memory.series.steps import results
 from vllm_rocm_memory.series.target import Target
@@ -35,6 +43,11 @@ pytestmark = pytest.mark.usefixtures("edited_once")
 @pytest.fixture
 def ours():
     return load()
+
+
+def is_whole(step: Step) -> bool:
+    """Whether the file that it makes is ours."""
+    return isinstance(step, Add | AddBuilt | Replace)
 
 
 def touched_part(whole: Target, series: Series, folder: Path) -> Path:
@@ -291,6 +304,20 @@ def test_compiled_modules_have_what_vllm_takes_from_them(shared_base, ours):
     for step, files in product(built, ({}, texts)):
         found = {**files, step.file: ours.content(step)}
         assert missing_names(root, found, step.file) == []
+
+
+def test_edits_are_as_wide_as_vllm_s_formatter_leaves_lines(shared_base, ours):
+    _, root = shared_base
+    target = Target.find(root)
+    owned = {each.file for p in ours.patches for each in p.steps if is_whole(each)}
+    wide = [
+        f"{path}: {line.decode()}"
+        for path, after in results(ours, ours.patches, target.original).items()
+        if path not in owned
+        for line in set(after.split(b"\n")) - set(target.original(path).split(b"\n"))
+        if len(line.decode()) > LINE_LENGTH
+    ]
+    assert not wide
 
 
 def test_sleep_drains_copies_once_whoever_calls_for_it(shared_base, ours):

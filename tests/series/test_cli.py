@@ -281,6 +281,44 @@ cli.main(['apply', '--target', '{small.root}'])"
     assert snapshot(small.root) == before
 
 
+def reader_gone():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.parametrize("words", [["status"], ["status", "--json"], ["diff"]])
+@pytest.mark.parametrize(
+    ("make", "code", "error"),
+    [
+        (reader_gone, 0, ""),
+        (
+            lambda: Path("/dev/full").open("w"),  # noqa: SIM115
+            2,
+            "vllm-rocm-memory: error: standard output: No space left on device\n",
+        ),
+        # As `>&-` leaves it.
+        (lambda: None, None, ""),
+    ],
+    ids=["reader gone", "full", "closed"],
+)
+def test_the_output_may_go_nowhere(command, monkeypatch, words, make, code, error):
+    output = make()
+    monkeypatch.setattr(sys, "stdout", output)
+    expected = {"status": 1, "diff": 0}[words[0]] if code is None else code
+    assert command(*words) == (expected, "", error)
+    if output is not None:
+        output.close()
+
+
+def test_an_error_without_a_file_is_the_targets(command, monkeypatch):
+    def fail(series, patch, target):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("vllm_rocm_memory.series.operations.recognise", fail)
+    refused(command("status"), "error: the target: Input/output error")
+
+
 def test_a_wrong_patch_name(command):
     refused(command("status", "--only", "third"), "--only third: no such patch")
 
@@ -290,6 +328,13 @@ def test_a_wrong_word_is_refused_by_argparse(capsys):
         cli.main(["aply"])
     assert ended.value.code == 2
     assert "invalid choice: 'aply'" in capsys.readouterr().err
+
+
+def test_report_is_a_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", "--url", "nowhere"])
+    assert ended.value.code == 2
+    assert "--url nowhere is no address" in capsys.readouterr().err
 
 
 def test_no_vllm_at_all(tmp_path):

@@ -27,7 +27,7 @@ def test_the_series_of_the_project_is_well_formed():
     assert names == [
         *("kv-copy-engine", "kv-transfer-failures"),
         *("cumem-sleep", "cumem-graph-pool"),
-        "aiter-capture-fence",
+        *("sleep-report", "aiter-capture-fence"),
     ]
     assert series.files == REPOSITORY
 

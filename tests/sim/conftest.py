@@ -3,7 +3,6 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -11,7 +10,6 @@ import pytest
 
 from vllm_rocm_memory import serve
 from vllm_rocm_memory.sim import hipsim
-from vllm_rocm_memory.sim.demo_model import write_demo_model
 
 from .served_engine import KnownPrompts, ServedEngine
 
@@ -21,11 +19,6 @@ def cpu_build() -> None:
     """The test needs vLLM's CPU build; a GPU machine's own vLLM is another."""
     if not serve.is_cpu_build():
         pytest.skip("the simulator runs with vLLM's CPU build")
-
-
-@pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_demo_model(tmp_path_factory.mktemp("models") / "demo")
 
 
 @pytest.fixture
@@ -68,7 +61,8 @@ class StartedBeside:
     """Starts what the next modules need as soon as one has its own.
 
     A module has a SERVER, which says how its server differs from others, and may be a
-    function of a folder that is the server's own; or it has a function `begin`.
+    function of a folder that is the server's own; or it has a function `begin`. Modules
+    whose SERVER is equal have one server, in turn.
 
     Args:
         modules: In the order of their tests.
@@ -78,9 +72,15 @@ class StartedBeside:
     def __init__(
         self, modules: list[ModuleType], begin: Callable[[ModuleType], Started]
     ) -> None:
-        self._left = modules
+        # Of each module that is not yet done, the one that what it needs is begun for.
+        self._first: dict[ModuleType, ModuleType] = {}
+        for module in modules:
+            alike = (each for each in self._first if _need_the_same(each, module))
+            self._first[module] = next(alike, module)
+        self._left = [*dict.fromkeys(self._first.values())]
         self._begin = begin
         self._begun: dict[ModuleType, Started] = {}
+        self._taken: set[ModuleType] = set()
 
     def begin_next(self) -> None:
         if self._left:
@@ -88,18 +88,30 @@ class StartedBeside:
             self._begun[module] = self._begin(module)
 
     def take(self, module: ModuleType) -> Any:
-        """What was started for it, which is the taker's to end."""
-        while module not in self._begun:
+        """What was started for it, until it is given back."""
+        first = self._first[module]
+        while first not in self._begun:
             self.begin_next()
-        taken = self._begun.pop(module)
-        while self._left and len(self._begun) < AHEAD:
+        self._taken.add(first)
+        while self._left and len(self._begun.keys() - self._taken) < AHEAD:
             self.begin_next()
-        return taken
+        return self._begun[first]
+
+    def give_back(self, module: ModuleType) -> None:
+        """Ends it, unless another module needs the same."""
+        first = self._first.pop(module)
+        if first not in self._first.values():
+            self._begun.pop(first).kill()
 
     def kill(self) -> None:
-        """Ends what nobody took."""
+        """Ends what nobody gave back."""
         for started in self._begun.values():
             started.kill()
+
+
+def _need_the_same(one: ModuleType, other: ModuleType) -> bool:
+    servers = [getattr(module, "SERVER", None) for module in (one, other)]
+    return isinstance(servers[0], dict) and servers[0] == servers[1]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -132,19 +144,16 @@ def started_beside(
 def begun(
     request: pytest.FixtureRequest, cpu_build: None, started_beside: StartedBeside
 ) -> Iterator[Any]:
-    """What the module's function `begin` has started."""
-    begun = started_beside.take(request.module)
-    yield begun
-    begun.kill()
+    """What the module's function `begin` has started, or the server of its SERVER."""
+    yield started_beside.take(request.module)
+    started_beside.give_back(request.module)
 
 
 @pytest.fixture(scope="module")
-def served(
-    request: pytest.FixtureRequest, cpu_build: None, started_beside: StartedBeside
-) -> Iterator[KnownPrompts]:
+def served(begun: ServedEngine) -> KnownPrompts:
     """One server for the module."""
-    with started_beside.take(request.module) as engine:
-        yield KnownPrompts(engine)
+    begun.wait_until_ready()
+    return KnownPrompts(begun)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -108,9 +108,12 @@ def prompt(first_words: str) -> str:
     return first_words + _BODY
 
 
+_numbers = itertools.count(100)
+
+
 def fresh_prompts() -> Iterator[str]:
-    """Prompts that nobody has asked yet."""
-    return (prompt(f"{number} crates:") for number in itertools.count(100))
+    """Prompts that nobody has asked yet, on whichever server."""
+    return (prompt(f"{number} crates:") for number in _numbers)
 
 
 class ServedEngine:
@@ -192,7 +195,7 @@ class ServedEngine:
             )
         self._family: list[psutil.Process] = []
 
-    def __enter__(self) -> Self:
+    def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS
         try:
             while not self.is_healthy():
@@ -203,10 +206,6 @@ class ServedEngine:
         except BaseException:
             self.kill()
             raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
     def family(self) -> list[psutil.Process]:
         """The server's process and all below it."""

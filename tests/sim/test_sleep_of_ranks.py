@@ -16,11 +16,7 @@ from .test_sleep import (
 )
 
 RANKS = 2
-SERVER: dict[str, Any] = {
-    **SLEEPING,
-    "ranks": RANKS,
-    "arguments": [*SLEEPING["arguments"], "--no-async-scheduling"],
-}
+SERVER: dict[str, Any] = {**SLEEPING, "ranks": RANKS}
 
 
 def check_answers(engine: ServedEngine, known) -> None:

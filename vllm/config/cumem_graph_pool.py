@@ -72,8 +72,8 @@ def _obstacle(vllm_config: "VllmConfig") -> str | None:
         return "sleep mode is off; add --enable-sleep-mode."
     if (backend := model_config.sleep_mode_backend) != "cumem":
         return (
-            f"--sleep-mode-backend {backend} has no graph pool; leave it out, or "
-            "set it to cumem."
+            f"the sleep mode backend {backend} has no graph pool; leave "
+            "--sleep-mode-backend out (vLLM 0.33 has that option), or set it to cumem."
         )
     if vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
         cause = (

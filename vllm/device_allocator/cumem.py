@@ -31,6 +31,10 @@ any thread, and also from inside our own calls whenever Python collects garbage.
 * a finalizer may call more than a free, and in a thread that has the lock, or for which
   the one that has it waits, it would wait for ever. Such a call raises instead, which
   Python reports as it does any error of a finalizer.
+* PyTorch's snapshot keeps Python's lock while it waits for that mutex (2.11 does), and
+  both callbacks need it. A thread that makes or frees a segment of this allocator just
+  then waits for ever. A worker has one thread that does either, and a snapshot is
+  taken in the thread that called.
 * the malloc callback does not take the lock at all; sleep, wake and discard work on the
   allocations that existed when they began.
 """
@@ -42,9 +46,11 @@ import functools
 import gc
 import importlib
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -67,6 +73,14 @@ from vllm.device_allocator.host_capacity import (
     check_host_capacity,
     readable,
     usable_cpus,
+)
+from vllm.device_allocator.sleep_report import (
+    DeviceMemory,
+    FreedMemory,
+    HostMemory,
+    SleepReport,
+    device_memory,
+    torch_pools,
 )
 from vllm.logger import init_logger
 
@@ -206,6 +220,11 @@ def _without_expandable_segments() -> Iterator[None]:
         set_alloc_conf(conf)
 
 
+_Copied: TypeAlias = tuple[str, str]
+"""A tag, and "offload" (to the host, by a sleep) or "restore" (back, by a wake)."""
+
+_MOVED = 1 << 20  # bytes; less is not worth a line
+
 _UNCHANGED = "nothing has changed, and the call may be repeated"
 
 
@@ -235,6 +254,10 @@ class CuMemAllocator:
         current_tag: What the calling thread allocates has this tag. Only
             ``use_memory_pool`` and ``cudagraph_pool`` change it.
         host_memory_policy: What becomes of host memory after a wake.
+        last_sleep: What the last sleep that did not fail has freed and left. None
+            before the first, where the account of the last could not be made, and
+            once the last was taken back.
+        sleeps: How many have not failed.
 
     """
 
@@ -277,6 +300,13 @@ class CuMemAllocator:
         self._host_backups = HostBackups(
             lambda needed: check_host_capacity(needed), self._new_arena
         )
+
+        self.last_sleep: SleepReport | None = None
+        self.sleeps = 0
+        # Replaced as a whole, by who has the lock.
+        self._copied: Counter[_Copied] = Counter()
+        # The same, but by the one thread that takes.
+        self._taken: Counter[_Copied] = Counter()
 
         self._own_scopes = _TagScopes()
         self._all_scopes: dict[object, str] = {}
@@ -527,12 +557,18 @@ class CuMemAllocator:
         ]
         return self._host_backups.needed(sizes, self._backups())
 
-    def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
+    def sleep(
+        self, offload_tags: tuple[str, ...] | str | None = None
+    ) -> SleepReport | None:
         """Take the physical memory of every mapped allocation.
 
         Args:
             offload_tags: The tags of which the contents are kept on the host; None is
                 ``default_tag``. Other contents are lost.
+
+        Returns:
+            What it freed and what is still held, as ``last_sleep``; None if that could
+            not be found out.
 
         Raises:
             HostMemoryError: The host cannot hold the backup. Nothing has changed.
@@ -543,6 +579,7 @@ class CuMemAllocator:
                 ready stays for the retry, where the policy is to keep it.
 
         """
+        started_at, begin = time.time(), time.monotonic()
         tags = _as_tags(offload_tags)
         with self._transition():
             known = self._allocations()
@@ -579,7 +616,58 @@ class CuMemAllocator:
                 "Some allocations were asleep before with or without a backup, which "
                 "this sleep would have decided otherwise; they stay as they are."
             )
+        before = self._torch_bytes()
         torch.accelerator.empty_cache()
+        seconds = time.monotonic() - begin
+        self.sleeps += 1
+        self.last_sleep = None
+        if before is not None:
+            try:
+                device, host = self.memory()
+                freed = _freed(going, kept, device.device)
+                emptied = max(0, before - device.all_torch_bytes)
+                report = SleepReport(started_at, seconds, freed, emptied, device, host)
+                logger.info("%s", report.table())
+                self.last_sleep = report
+            except Exception as error:
+                _warn_of_no_report(error)
+        return self.last_sleep
+
+    def _torch_bytes(self) -> int | None:
+        """Bytes of PyTorch's other pools; a report may not fail a sleep."""
+        try:
+            return torch_pools(self._device(), _ranges()).total
+        except Exception as error:
+            _warn_of_no_report(error)
+            return None
+
+    def settle_last_sleep(self) -> None:
+        """Take anew what the last sleep left, for a caller who has freed more since.
+
+        Raises:
+            RuntimeError: The driver or PyTorch does not tell. The report is as it was.
+
+        """
+        last = self.last_sleep
+        if last is None:
+            return
+        device, host = self.memory()
+        self.last_sleep = replace(last, held=device, host=host)
+        more = device.used_bytes - last.held.used_bytes
+        if abs(more) > _MOVED:
+            logger.info(
+                "At the end of the sleep %s of device %d are used, %s %s than the "
+                "allocator left; its allocations and PyTorch have %s of them.",
+                readable(device.used_bytes),
+                device.device,
+                readable(abs(more)),
+                "more" if more > 0 else "less",
+                readable(sum(device.tags.values()) + device.all_torch_bytes),
+            )
+
+    def forget_last_sleep(self) -> None:
+        """The last sleep was taken back, and is reported no more."""
+        self.last_sleep = None
 
     def _back_up(
         self, allocations: list[tuple[int, AllocationData]]
@@ -603,6 +691,7 @@ class CuMemAllocator:
         except BaseException:
             self._host_backups.forget_empty(self._backups())
             raise
+        self._count_copied("offload", ordered)
         self._tell_of_host_memory(new_bytes)
         return {
             ptr: torch.frombuffer(
@@ -813,6 +902,8 @@ class CuMemAllocator:
         progress = _module.Progress()
         with reported("Restoring memory", sum(size for _, size, _ in copies), progress):
             _module.restore(copies, zeros, progress)
+        restored = [each for each in waking if each[1].cpu_backup_tensor is not None]
+        self._count_copied("restore", restored)
 
     def _undo_wake(self, waking: list[tuple[int, AllocationData]]) -> None:
         try:
@@ -822,9 +913,92 @@ class CuMemAllocator:
             # suspends takes back, or the next wake uses.
             logger.exception("A failed wake could not be undone")
 
+    # --- Accounts ---------------------------------------------------------------------
+
     def get_current_usage(self) -> int:
         """Bytes of the live allocations, mapped or asleep."""
         return _num_bytes(self._allocations())
+
+    def mapped_bytes(self) -> dict[str, int]:
+        """Bytes of device memory that allocations have now, by tag."""
+        return _bytes_by_tag(
+            each for each in self._allocations() if not each[1].is_asleep
+        )
+
+    def asleep_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes of every tag that are asleep with a backup (``host``) and without.
+
+        What is without one is ``none``. Tags of which nothing is asleep have zeros.
+        """
+        known = self._allocations()
+        asleep = [each for each in known if each[1].is_asleep]
+        kept = [each for each in asleep if each[1].cpu_backup_tensor is not None]
+        total, on_host = _bytes_by_tag(asleep), _bytes_by_tag(kept)
+        tags = self.allocator_and_pools.keys() | {data.tag for _, data in known}
+        return {
+            tag: {
+                "host": on_host.get(tag, 0),
+                "none": total.get(tag, 0) - on_host.get(tag, 0),
+            }
+            for tag in sorted(tags)
+        }
+
+    def take_copied_bytes(self) -> dict[_Copied, int]:
+        """Bytes that sleeps and wakes have copied since this was last asked.
+
+        Returns:
+            By tag and direction: "offload" to the host, "restore" to the device. What a
+            sleep has copied counts also where it failed later.
+
+        """
+        copied = self._copied
+        new = copied - self._taken
+        self._taken = copied
+        return dict(new)
+
+    def _count_copied(
+        self, direction: str, allocations: Iterable[tuple[int, AllocationData]]
+    ) -> None:
+        new = _bytes_by_tag(allocations)
+        self._copied = self._copied + Counter(
+            {(tag, direction): num_bytes for tag, num_bytes in new.items()}
+        )
+
+    def memory(self) -> tuple[DeviceMemory, HostMemory]:
+        """What holds memory of the device and of the host now.
+
+        The device is that of the allocations. Waits for no lock of this allocator, but
+        see Note [Locks] on PyTorch's snapshot.
+
+        Raises:
+            RuntimeError: The driver or PyTorch does not tell.
+
+        """
+        device = self._device()
+        account = device_memory(device, lambda: self._tagged_bytes(device), _ranges)
+        return account, self.host_memory()
+
+    def host_memory(self) -> HostMemory:
+        """What backups and earlier sleeps hold of the host's memory now."""
+        arenas = self._host_backups.arenas
+        held = sum(arena.prepared for arena in arenas)
+        spare = min(held, self._spare())
+        return HostMemory(
+            held_bytes=held,
+            backup_bytes=held - spare,
+            spare_bytes=spare,
+            registered_bytes=sum(arena.registered for arena in arenas),
+            huge_page_bytes=sum(arena.huge for arena in arenas),
+        )
+
+    def _tagged_bytes(self, device: int) -> tuple[dict[str, int], dict[str, int]]:
+        here = _on(device, self._allocations())
+        mapped = _bytes_by_tag(each for each in here if not each[1].is_asleep)
+        return mapped, _bytes_by_tag(each for each in here if each[1].is_asleep)
+
+    def _device(self) -> int:
+        devices = [data.handle[0] for _, data in self._allocations()]
+        return min(devices) if devices else torch.accelerator.current_device_index()
 
 
 def _as_tags(tags: tuple[str, ...] | str | None) -> tuple[str, ...]:
@@ -844,6 +1018,45 @@ def _note_asleep(
         data.cpu_backup_tensor = backups.get(ptr)
         data.is_asleep = True
     return len(gone)
+
+
+def _bytes_by_tag(
+    allocations: Iterable[tuple[int, AllocationData]],
+) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for _, data in allocations:
+        total[data.tag] += data.handle[1]
+    return dict(total)
+
+
+def _freed(
+    going: list[tuple[int, AllocationData]],
+    kept: list[tuple[int, AllocationData]],
+    device: int,
+) -> dict[str, FreedMemory]:
+    backed_up = _bytes_by_tag(_on(device, kept))
+    return {
+        tag: FreedMemory(num_bytes, backed_up.get(tag, 0))
+        for tag, num_bytes in _bytes_by_tag(_on(device, going)).items()
+    }
+
+
+def _on(
+    device: int, allocations: list[tuple[int, AllocationData]]
+) -> list[tuple[int, AllocationData]]:
+    return [each for each in allocations if each[1].handle[0] == device]
+
+
+def _warn_of_no_report(error: Exception) -> None:
+    logger.warning(
+        "The sleep is done, but what still holds memory could not be found out: %s: %s",
+        type(error).__name__,
+        error,
+    )
+
+
+def _ranges() -> frozenset[int]:
+    return frozenset(_module.ranges())
 
 
 def _num_bytes(allocations: Iterable[tuple[int, AllocationData]]) -> int:

@@ -250,6 +250,8 @@ class Simulator:
         host_device_pointers: bool | None = None,
         one_mapping_copies: bool | None = None,
         ignore_address_hints: bool | None = None,
+        no_virtual_memory: bool | None = None,
+        small_bar: bool | None = None,
         max_registration_bytes: int | None = None,
         max_locked_bytes: int | None = None,
         locked_memory: Literal["unlimited", "rlimit"] | None = None,
@@ -267,6 +269,10 @@ class Simulator:
                 another address than the host does.
             one_mapping_copies: A copy across the end of a mapping is refused.
             ignore_address_hints: A reservation never lies where the caller wished.
+            no_virtual_memory: The devices say that they have none, and it can neither
+                be reserved nor created.
+            small_bar: The devices say that the host reaches a part of their memory
+                only; it is reached as before.
             max_registration_bytes: Host memory of more bytes than this cannot be
                 registered, for want of memory; 0 is no limit.
             max_locked_bytes: Host memory that would make all that is registered or
@@ -289,6 +295,8 @@ class Simulator:
             "host_device_pointers": host_device_pointers,
             "one_mapping_copies": one_mapping_copies,
             "ignore_address_hints": ignore_address_hints,
+            "no_virtual_memory": no_virtual_memory,
+            "small_bar": small_bar,
             "max_registration_bytes": max_registration_bytes,
             "max_locked_bytes": max_locked_bytes,
             "locked_memory": _choice("locked_memory", locked_memory, _LOCKED_MEMORY),

@@ -38,12 +38,14 @@ __all__ = [
     "CudartError",
     "Event",
     "Stream",
+    "current_device_index",
     "current_stream",
     "default_stream",
     "device_memory",
     "get_memory_info",
     "host_memory",
     "install",
+    "process_bytes",
     "set_stream",
     "stream",
     "synchronize",
@@ -66,6 +68,17 @@ def get_memory_info(device: object = None) -> tuple[int, int]:
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     call("hipMemGetInfo", ctypes.byref(free), ctypes.byref(total))
     return free.value, total.value
+
+
+def current_device_index() -> int:
+    """The simulated device's, which is the only one."""
+    return 0
+
+
+def process_bytes(device: object = None) -> int:
+    """Bytes of the simulated device that this process has; no other has any."""
+    free, total = get_memory_info(device)
+    return total - free
 
 
 class CudartError:
@@ -116,6 +129,7 @@ def install() -> Callable[[], None]:
         "synchronize": _accelerator_synchronize,
         "empty_cache": torch_memory_pool.accelerator_empty_cache,
         "get_memory_info": get_memory_info,
+        "current_device_index": current_device_index,
     }
     pluggable = torch_memory_pool.CUDAPluggableAllocator
     places: list[tuple[Any, dict[str, Any]]] = [

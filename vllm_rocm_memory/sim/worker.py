@@ -10,6 +10,7 @@ from vllm.v1.worker import cpu_worker  # isort: skip
 import torch
 import vllm.device_allocator
 from vllm import _custom_ops
+from vllm.device_allocator import process_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.kv_transfer.kv_connector.v1 import simple_cpu_offload_connector
 from vllm.platforms import current_platform
@@ -53,6 +54,7 @@ class HipsimWorker(cpu_worker.CPUWorker):
         allow_graphs()
         for module in _DEVICE_MEMORY_MODULES:
             vars(module)["current_platform"] = RocmView(current_platform)
+        vars(process_memory)["process_bytes"] = torch_device.process_bytes
         # oneDNN packs weights into memory of its own, which never sleeps, and vLLM
         # keeps its address in a tensor that sleep discards.
         vars(_custom_ops)["_supports_onednn"] = False

@@ -26,6 +26,7 @@ class Rank:
     """A worker with an allocator of one allocation a tag, and faults to come.
 
     Attributes:
+        has_report: Of a sleep of its allocator's.
         lets_go: What a worker does of a sleep beside its allocator, and undoes when it
             wakes: its connector has let go of the KV caches.
         needs: Bytes of host memory for a backup of each tag.
@@ -34,6 +35,7 @@ class Rank:
     def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank = rank
         self.asleep: set[str] = set()
+        self.has_report = False
         self.lets_go = False
         self.needs = {"weights": 4, "runtime": 2, "cudagraph": 1, "kv_cache": 100}
         self.calls: list[str] = []
@@ -53,6 +55,7 @@ class Rank:
         allocator = SimpleNamespace(
             pointer_to_data=data,
             host_bytes_needed=lambda tags: sum(self.needs[tag] for tag in tags),
+            forget_last_sleep=partial(setattr, self, "has_report", False),
         )
         self._monkeypatch.setattr(CuMemAllocator, "instance", allocator)
 
@@ -67,7 +70,11 @@ class Rank:
 
     def sleep(self, level: int) -> None:
         self.lets_go = True
-        self._run("sleep", lambda: self.asleep.update(TAGS))
+        self._run("sleep", self._fall_asleep)
+
+    def _fall_asleep(self) -> None:
+        self.asleep.update(TAGS)
+        self.has_report = True
 
     def wake_up(self, tags: list[str] | None) -> None:
         self._run("wake_up", lambda: self.asleep.difference_update(tags or TAGS))
@@ -107,6 +114,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks([Rank(rank, monkeypatch) for rank in range(3)])
 
 
+def _reports(ranks: Ranks) -> list[bool]:
+    return [worker.has_report for worker in ranks.workers]
+
+
 def _asleep(ranks: Ranks) -> list[set[str]]:
     return [worker.asleep for worker in ranks.workers]
 
@@ -117,6 +128,7 @@ def test_every_rank_sleeps_and_wakes(ranks: Ranks) -> None:
     ranks.wake_up(["weights"])
     assert _asleep(ranks) == [{"kv_cache"}] * 3
     ranks.wake_up(["kv_cache"])
+    assert all(_reports(ranks))
     assert not ranks.is_sleeping and _asleep(ranks) == [set()] * 3
 
 
@@ -131,18 +143,23 @@ def test_a_failed_sleep_at_level_1_leaves_every_rank_awake(
     assert f"rank {failing}: ValueError: sleep fault" in str(raised.value)
     assert all(worker.calls == ["sleep", "wake_up"] for worker in ranks.workers)
     assert not ranks.is_sleeping and _asleep(ranks) == [set()] * 3
+    assert not any(_reports(ranks)), "of a sleep that was taken back"
     ranks.sleep(level=1)
     assert ranks.is_sleeping and _asleep(ranks) == [TAGS] * 3
+    assert all(_reports(ranks))
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_ranks_that_all_refuse_are_as_they_were(ranks: Ranks, level: int) -> None:
+    ranks.sleep(level=1)
+    ranks.wake_up()
     for worker in ranks.workers:
         worker.fail("sleep")
     with pytest.raises(RuntimeError, match="every rank is as it was"):
         ranks.sleep(level=level)
     assert not ranks.is_sleeping and _asleep(ranks) == [set()] * 3
     assert not any(worker.lets_go for worker in ranks.workers)
+    assert all(_reports(ranks)), "of the sleep before, which was not taken back"
 
 
 @pytest.mark.parametrize("after", [True, False])

@@ -11,7 +11,8 @@ Note [A sleep is taken back by a wake]
 A worker does more than the allocator when it sleeps: connectors let go of the KV
 caches, buffers are saved. What a worker has done of it before it failed only its own
 wake undoes, and that leaves alone what is awake. So after a failed sleep every rank is
-woken, those that changed nothing too. Tags that were asleep before stay so.
+woken, those that changed nothing too. Tags that were asleep before stay so. What the
+ranks have to report is of different sleeps then, and they forget it.
 """
 
 import socket
@@ -113,7 +114,10 @@ def sleep_every_rank(executor: "Executor", level: int) -> None:
         # see Note [A sleep is taken back by a wake]
         tags = sorted(set(DEFERRABLE_TAGS).difference(before)) if before else None
         if not any(_ask_every_rank(executor, before, "wake_up", tags=tags)):
-            outcome = "is as it was" if is_unchanged else "was woken again"
+            outcome = "is as it was"
+            if not is_unchanged:
+                outcome = "was woken again"
+                executor.collective_rpc(_forget_sleep)
             raise RuntimeError(
                 f"sleep failed, and every rank {outcome}: {told}. It may be tried again"
             )
@@ -204,6 +208,13 @@ def _answer(
         text = f"{type(error).__name__}: {error}"
         return RankFailure(worker.rank, text, _is_awake(asleep))
     return None
+
+
+def _forget_sleep(worker: Any) -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if CuMemAllocator.instance is not None:
+        CuMemAllocator.instance.forget_last_sleep()
 
 
 def _is_awake(asleep: tuple[str, ...]) -> bool:

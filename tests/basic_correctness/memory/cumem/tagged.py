@@ -7,15 +7,6 @@ import torch
 BLOCK = 12 << 20
 
 
-def mapped(allocator) -> dict[str, int]:
-    """Bytes by tag that physical memory is held for."""
-    found: dict[str, int] = {}
-    for data in allocator.pointer_to_data.values():
-        if not data.is_asleep:
-            found[data.tag] = found.get(data.tag, 0) + data.handle[1]
-    return found
-
-
 def block(allocator, device, tag, byte) -> torch.Tensor:
     with allocator.use_memory_pool(tag):
         return torch.full((BLOCK,), byte, dtype=torch.uint8, device=device.type)

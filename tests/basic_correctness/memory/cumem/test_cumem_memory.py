@@ -5,7 +5,7 @@ import pytest
 import torch
 from vllm.device_allocator import cumem
 
-from .tagged import BLOCK, block, holds, mapped
+from .tagged import BLOCK, block, holds
 
 
 def test_sleep_gives_memory_back_and_wake_restores_what_was_kept(allocator, device):
@@ -13,18 +13,18 @@ def test_sleep_gives_memory_back_and_wake_restores_what_was_kept(allocator, devi
     with allocator.use_memory_pool():
         kept = torch.arange(BLOCK // 4, dtype=torch.int32, device=device.type)
         small = [torch.full((1000,), n, device=device.type) for n in range(20)]
-    before, right = mapped(allocator), kept.to("cpu", copy=True)
+    before, right = allocator.mapped_bytes(), kept.to("cpu", copy=True)
     # A driver takes some memory of its own for the first copies and registrations.
     allocator.sleep()
     allocator.wake_up()
     free = torch.accelerator.get_memory_info()[0]
     for _ in range(3):
         allocator.sleep()
-        assert mapped(allocator) == {}
+        assert allocator.mapped_bytes() == {}
         given_back = torch.accelerator.get_memory_info()[0] - free
         assert given_back == pytest.approx(sum(before.values()), rel=0.1)
         allocator.wake_up()
-        assert mapped(allocator) == before
+        assert allocator.mapped_bytes() == before
         assert torch.equal(kept.cpu(), right)
         assert all(holds(tensor, n) for n, tensor in enumerate(small))
         assert holds(outside, 1)
@@ -48,7 +48,7 @@ def test_a_wake_that_fails_half_way_can_be_repeated(
     monkeypatch.setattr(cumem, "create_and_map", create_or_fail)
     with pytest.raises(RuntimeError, match="no memory for the test"):
         allocator.wake_up()
-    assert mapped(allocator) == {}
+    assert allocator.mapped_bytes() == {}
     assert abs(torch.accelerator.get_memory_info()[0] - free) < BLOCK // 2
     allocator.wake_up()
     assert len(calls) == failing + 1 + 3, "once an allocation"

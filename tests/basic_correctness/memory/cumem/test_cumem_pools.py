@@ -8,7 +8,7 @@ import torch
 from vllm.device_allocator import cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
-from .tagged import BLOCK, block, holds, mapped
+from .tagged import BLOCK, block, holds
 
 POISON = 0xA5
 
@@ -17,10 +17,10 @@ def test_discard_takes_one_tag_and_leaves_the_others(allocator, device):
     weights = block(allocator, device, "weights", 1)
     cache = block(allocator, device, "kv_cache", 2)
     allocator.discard("kv_cache")
-    assert mapped(allocator) == {"weights": BLOCK}
+    assert allocator.mapped_bytes() == {"weights": BLOCK}
     assert holds(weights, 1)
     allocator.wake_up()
-    assert mapped(allocator) == {"weights": BLOCK, "kv_cache": BLOCK}
+    assert allocator.mapped_bytes() == {"weights": BLOCK, "kv_cache": BLOCK}
     cache.fill_(3)
     allocator.sleep("weights")
     allocator.wake_up()
@@ -37,7 +37,7 @@ def test_every_wake_brings_what_cannot_be_deferred(allocator, device, tag):
     name = tag or allocator.default_tag
     allocator.sleep(offload_tags=(name,))
     allocator.wake_up(tags=["kv_cache"])
-    assert set(mapped(allocator)) == {name, "kv_cache"}
+    assert set(allocator.mapped_bytes()) == {name, "kv_cache"}
     assert holds(internal, 2)
     cache.fill_(4)
     allocator.wake_up(tags=["weights"])
@@ -51,10 +51,10 @@ def test_levels_keep_what_they_say(allocator, device, level):
         state = torch.arange(BLOCK // 8, device=device.type)
         cache = block(allocator, device, "kv_cache", 2)
     weights = block(allocator, device, "weights", 1)
-    assert set(mapped(allocator)) == {"runtime", "kv_cache", "weights"}
+    assert set(allocator.mapped_bytes()) == {"runtime", "kv_cache", "weights"}
     backend = CuMemBackend()
     backend.suspend(level=level)
-    assert mapped(allocator) == {}
+    assert allocator.mapped_bytes() == {}
     backups = {
         data.tag
         for data in allocator.pointer_to_data.values()
@@ -101,7 +101,7 @@ def test_a_tag_that_is_entered_again_gives_back_what_is_free(allocator, device, 
     gc.collect()
     with allocator.use_memory_pool("workspace"):
         pass
-    assert mapped(allocator) == {"workspace": BLOCK}
+    assert allocator.mapped_bytes() == {"workspace": BLOCK}
     allocator.sleep("workspace")
     allocator.wake_up()
     assert holds(second, 2)
@@ -116,5 +116,5 @@ def test_what_is_freed_asleep_does_not_wake(allocator, device):
     with allocator.use_memory_pool("weights"):
         pass
     allocator.wake_up()
-    assert mapped(allocator) == {"weights": BLOCK}
+    assert allocator.mapped_bytes() == {"weights": BLOCK}
     assert holds(kept, 1)

@@ -30,11 +30,7 @@ def mapped_bytes() -> dict[str, int]:
     from vllm.device_allocator import get_mem_allocator_instance
 
     allocator: Any = get_mem_allocator_instance()
-    found: dict[str, int] = {}
-    for data in allocator.pointer_to_data.values():
-        if not data.is_asleep:
-            found[data.tag] = found.get(data.tag, 0) + data.handle[1]
-    return found
+    return dict(allocator.mapped_bytes())
 
 
 class Replays:
@@ -57,6 +53,13 @@ class Replays:
 
 def simulated() -> bool:
     return bool(os.environ.get("HIPSIM_PROFILE"))
+
+
+def simulated_executables() -> int:
+    """Executable graphs that the simulated device has."""
+    from vllm_rocm_memory.sim import hipsim
+
+    return hipsim.stats().executables
 
 
 def sleep_beside_stores(llm: Any, params: Any) -> bool:
@@ -113,8 +116,11 @@ def main(model: str, result: str, dtype: str, case: str) -> None:
         "after": {},
     }
     for level in (1, 2):
+        (told_awake,) = llm.collective_rpc("sleep_report")
         llm.sleep(level=level)
         asleep = mapped_bytes()
+        (told,) = llm.collective_rpc("sleep_report")
+        executables = simulated_executables() if simulated() else None
         llm.wake_up(tags=["weights"])
         if level == 2:
             llm.collective_rpc("reload_weights")
@@ -122,6 +128,9 @@ def main(model: str, result: str, dtype: str, case: str) -> None:
         llm.wake_up(tags=["kv_cache"])
         report["after"][level] = {
             "asleep": asleep,
+            "told": told,
+            "told awake": told_awake,
+            "executables": executables,
             "weights": partly,
             "mapped": mapped_bytes(),
             "answers": answers(),

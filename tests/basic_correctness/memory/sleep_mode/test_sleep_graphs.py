@@ -8,6 +8,9 @@ import pytest
 
 from vllm_rocm_memory import serve
 
+TAKEN = 32 << 20  # of a GPU, for host memory that a first sleep registers
+EXECUTABLE = 128 << 10  # of a simulated GPU, for an executable graph
+
 # For the engines, where little runs before these tests.
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,6 +37,33 @@ def test_sleep_takes_everything_and_any_wake_brings_the_graphs(report):
         graphs = report["mapped"].get("cudagraph")
         assert after["weights"].get("cudagraph") == graphs
         assert "kv_cache" not in after["weights"]
+
+
+def unlisted(device):
+    """Bytes that neither the allocator nor PyTorch has."""
+    return device["rest_bytes"] + (device["others_bytes"] or 0)
+
+
+def test_the_worker_tells_what_was_freed_and_what_is_held(reports):
+    """And captured graphs are a part of it where their pool does not sleep."""
+    for case, report in reports.items():
+        for level, after in report["after"].items():
+            told, mapped = after["told"], report["mapped"]
+            freed = told["last_sleep"]["freed"]
+            assert {tag: each["device_bytes"] for tag, each in freed.items()} == mapped
+            kept = freed["weights"]["backup_bytes"]
+            assert kept == (mapped["weights"] if level == "1" else 0)
+            held = told["now"]["device"]
+            assert (held["tags"], held["asleep"]) == ({}, mapped)
+            assert (held["graph_pool_bytes"] > 0) == (case == "off")
+            before = after["told awake"]["now"]["device"]
+            assert (before["tags"], before["asleep"]) == (mapped, {})
+            # What nobody lists does not sleep, so tags that it hid would show.
+            assert abs(unlisted(held) - unlisted(before)) <= TAKEN
+            if after["executables"] is not None:
+                assert unlisted(held) == unlisted(before)
+                assert held["rest_bytes"] == after["executables"] * EXECUTABLE > 0
+            assert told["now"]["host"]["backup_bytes"] >= kept
 
 
 def test_answers_are_the_same_after_both_levels(report):
