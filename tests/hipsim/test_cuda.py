@@ -344,6 +344,26 @@ def test_registrations_may_have_a_limit_and_copies_stay_in_one(driver: Driver) -
     driver.call("cuMemFree_v2", device)
 
 
+def test_a_device_may_have_no_virtual_memory(driver: Driver) -> None:
+    value, address = ctypes.c_int(), ctypes.c_ulonglong()
+
+    def answers() -> tuple[int, int]:
+        attribute = 102
+        driver.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, 0)
+        reserved = driver.lib.cuMemAddressReserve(
+            ctypes.byref(address), 2 << 20, 0, 0, 0
+        )
+        if reserved == 0:
+            driver.call("cuMemAddressFree", address, 2 << 20)
+        return value.value, reserved
+
+    assert answers() == (1, 0)
+    cudasim.configure(no_virtual_memory=True)
+    assert answers() == (0, 801)
+    cudasim.reset()
+    assert answers() == (1, 0)
+
+
 def test_locked_memory_may_have_a_limit(driver: Driver) -> None:
     size = 2 * 4096
     host = np.zeros(size, np.uint8)

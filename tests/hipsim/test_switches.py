@@ -37,6 +37,8 @@ SWITCHES: dict[str, tuple[list[Any], list[Any]]] = {
     "host_device_pointers": ([True, False], []),
     "one_mapping_copies": ([True, False], []),
     "ignore_address_hints": ([True, False], []),
+    "no_virtual_memory": ([True, False], []),
+    "small_bar": ([True, False], []),
     "max_registration_bytes": ([0, 1, 2**63 - 1], [-1, 2**63]),
     "max_locked_bytes": ([0, 1, 2**63 - 1], [-1, 2**63]),
     "locked_memory": (["rlimit", "unlimited"], ["limited", "", 1]),
@@ -437,6 +439,69 @@ def test_hints_may_be_ignored(gpu: Any, back: Callable[..., None]) -> None:
     back(ignore_address_hints=False)
     assert reserve() == wish
     assert not taken <= gpu.reserve(PAGE, hint=taken + PAGE) < taken + 4 * PAGE
+
+
+VIRTUAL_MEMORY, LARGE_BAR = 89, 10011
+
+
+def has(gpu: Any, attribute: int) -> int:
+    value = ctypes.c_int()
+    gpu.call("hipDeviceGetAttribute", ctypes.byref(value), attribute, 0)
+    return value.value
+
+
+def test_a_device_may_have_no_virtual_memory(
+    gpu: Any, back: Callable[..., None]
+) -> None:
+    kept = gpu.virtual(PAGE)
+    granularity, made = ctypes.c_size_t(), ctypes.c_void_p()
+    wanted = hipsim.MemAllocationProp(
+        hipsim.ALLOCATION_PINNED, 0, hipsim.MemLocation(DEVICE, 0)
+    )
+    properties = ctypes.addressof(wanted)
+
+    def errors() -> list[int]:
+        lib = gpu.lib
+        size, handle = ctypes.byref(granularity), ctypes.byref(made)
+        asked = lib.hipMemGetAllocationGranularity(size, properties, 0)
+        reserved = lib.hipMemAddressReserve(handle, PAGE, 0, None, 0)
+        if reserved == 0:
+            gpu.call("hipMemAddressFree", made, PAGE)
+        created = lib.hipMemCreate(handle, PAGE, properties, 0)
+        if created == 0:
+            gpu.call("hipMemRelease", made)
+        return [asked, reserved, created]
+
+    assert has(gpu, VIRTUAL_MEMORY) == 1 and errors() == [0, 0, 0]
+    hipsim.configure(no_virtual_memory=True)
+    assert has(gpu, VIRTUAL_MEMORY) == 0 and errors() == [801, 801, 801]
+    # What is there stays, and so does other memory.
+    gpu.call("hipMemset", kept, 7, PAGE)
+    gpu.malloc(PAGE)
+    gpu.lib.hipGetLastError()
+    back(no_virtual_memory=False)
+    assert has(gpu, VIRTUAL_MEMORY) == 1 and errors() == [0, 0, 0]
+
+
+def test_a_bar_may_be_small(gpu: Any, back: Callable[..., None]) -> None:
+    assert has(gpu, LARGE_BAR) == 1
+    hipsim.configure(small_bar=True)
+    assert has(gpu, LARGE_BAR) == 0
+    assert has(gpu, VIRTUAL_MEMORY) == 1
+    back(small_bar=False)
+    assert has(gpu, LARGE_BAR) == 1
+
+
+def test_the_environment_takes_abilities_away(run: Callable[..., str]) -> None:
+    program = """
+value = ctypes.c_int()
+for attribute in (89, 10011):
+    call("hipDeviceGetAttribute", ctypes.byref(value), attribute, 0)
+    print(value.value, end=" ")
+"""
+    switches = "no_virtual_memory=1,small_bar=1"
+    assert run(program).split() == ["1", "1"]
+    assert run(program, HIPSIM_SWITCHES=switches).split() == ["0", "0"]
 
 
 # --- the host and virtual memory ---------------------------------------------------

@@ -33,9 +33,7 @@ constexpr Attribute kAttributes[] = {
     {hipDeviceAttributePciDeviceId, 0},
     {hipDeviceAttributePciDomainId, 0},
     {hipDeviceAttributeUnifiedAddressing, 1},
-    {hipDeviceAttributeVirtualMemoryManagementSupported, 1},
     {hipDeviceAttributeHostRegisterSupported, 1},
-    {hipDeviceAttributeIsLargeBar, 1},
 };
 
 hipError_t get_version(Call call, int* version) {
@@ -133,6 +131,14 @@ hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute,
     }
     if (attribute == hipDeviceAttributeCanUseHostPointerForRegisteredMem) {
       *value = rt.aliases_host_pointers() ? 0 : 1;
+      return Error::kSuccess;
+    }
+    if (attribute == hipDeviceAttributeVirtualMemoryManagementSupported) {
+      *value = rt.has_virtual_memory() ? 1 : 0;
+      return Error::kSuccess;
+    }
+    if (attribute == hipDeviceAttributeIsLargeBar) {
+      *value = rt.has_large_bar() ? 1 : 0;
       return Error::kSuccess;
     }
     const auto* found =

@@ -61,6 +61,10 @@ int hipsim_fail(const char* call, uint64_t nth, int error);
  *                         another address than the host does
  *   one_mapping_copies    not 0: a copy across the end of a mapping is refused
  *   ignore_address_hints  not 0: a reservation never lies where the caller wished
+ *   no_virtual_memory     not 0: the devices have none; they say so, and it cannot be
+ *                         reserved or created any more (801)
+ *   small_bar             not 0: the devices say that the host reaches a part of their
+ *                         memory only; it is reached as before
  *   max_registration_bytes
  *                         the most bytes of host memory that one call registers, what
  *                         is more is out of memory; 0: no limit

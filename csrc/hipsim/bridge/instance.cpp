@@ -44,6 +44,8 @@ const std::vector<Switch>& switches() {
       {"host_device_pointers", {"0", "1"}},
       {"one_mapping_copies", {"0", "1"}},
       {"ignore_address_hints", {"0", "1"}},
+      {"no_virtual_memory", {"0", "1"}},
+      {"small_bar", {"0", "1"}},
       {"max_registration_bytes", {}, std::numeric_limits<int64_t>::max()},
       {"max_locked_bytes", {}, std::numeric_limits<int64_t>::max()},
       {"locked_memory", {"unlimited", "rlimit"}},

@@ -84,6 +84,8 @@ bool Runtime::set_switch(std::string_view name, int64_t value) {
       {"host_device_pointers", &switches_.alias_host_pointers},
       {"one_mapping_copies", &switches_.one_mapping_copies},
       {"ignore_address_hints", &switches_.ignore_address_hints},
+      {"no_virtual_memory", &switches_.no_virtual_memory},
+      {"small_bar", &switches_.small_bar},
   };
   for (const auto& [flag, state] : flags) {
     if (name == flag) {

@@ -178,12 +178,14 @@ class Runtime {
 
   // Does a device know registered host memory by another address than the host?
   bool aliases_host_pointers() const;
+  bool has_large_bar() const;
 
   // The memory that holds the byte: an allocation, a mapping, or registered host
   // memory. kNotFound for any other address.
   Error address_range(const void* pointer, void** base, size_t* bytes) const;
 
   // --- virtual memory --------------------------------------------------------------
+  bool has_virtual_memory() const;
   Error granularity(int device, bool recommended, size_t* bytes) const;
   Error reserve(size_t bytes, size_t alignment, void* wish, void** pointer);
   Error free_addresses(void* pointer, size_t bytes);
@@ -281,6 +283,8 @@ class Runtime {
     bool alias_host_pointers = false;
     bool one_mapping_copies = false;
     bool ignore_address_hints = false;
+    bool no_virtual_memory = false;
+    bool small_bar = false;
   };
   struct StreamEntry {
     StreamRef stream;

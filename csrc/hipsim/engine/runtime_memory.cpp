@@ -111,6 +111,11 @@ bool Runtime::aliases_host_pointers() const {
   return switches_.alias_host_pointers;
 }
 
+bool Runtime::has_large_bar() const {
+  std::lock_guard lock(mutex_);
+  return !switches_.small_bar;
+}
+
 void Runtime::memory_info(int device, size_t* free, size_t* total) const {
   std::lock_guard lock(mutex_);
   *free = memory_.vram(device).free_bytes();
@@ -132,7 +137,13 @@ Error Runtime::address_range(const void* pointer, void** base, size_t* bytes) co
 
 // --- virtual memory ----------------------------------------------------------------
 
+bool Runtime::has_virtual_memory() const {
+  std::lock_guard lock(mutex_);
+  return !switches_.no_virtual_memory;
+}
+
 Error Runtime::granularity(int device, bool recommended, size_t* bytes) const {
+  if (!has_virtual_memory()) return Error::kNotSupported;
   if (!has_device(device)) return Error::kInvalidValue;
   const Profile& release = profile();
   *bytes = recommended ? release.recommended_granularity : release.granularity;
@@ -141,6 +152,7 @@ Error Runtime::granularity(int device, bool recommended, size_t* bytes) const {
 
 Error Runtime::reserve(size_t bytes, size_t alignment, void* wish, void** pointer) {
   std::lock_guard lock(mutex_);
+  if (switches_.no_virtual_memory) return Error::kNotSupported;
   if (bytes == 0 || bytes % profile_->granularity != 0 || !is_power_of_two(alignment)) {
     return Error::kInvalidValue;
   }
@@ -174,6 +186,7 @@ Error Runtime::free_addresses(void* pointer, size_t bytes) {
 Error Runtime::create(const Caller& caller, const AllocationRequest& request,
                       Handle* handle) {
   std::lock_guard lock(mutex_);
+  if (switches_.no_virtual_memory) return Error::kNotSupported;
   if (!request.valid || request.bytes == 0) return Error::kInvalidValue;
   if (!has_device(request.device)) return Error::kInvalidDevice;
   if (profile_->cuda) {

@@ -880,7 +880,8 @@ void Program::control(uint8_t call) {
                                        "copy_latency_us",      "fill_latency_us",
                                        "stale_memory",         "no_such_switch",
                                        "ignore_address_hints", "max_registration_bytes",
-                                       "max_locked_bytes",     "locked_memory"};
+                                       "max_locked_bytes",     "locked_memory",
+                                       "no_virtual_memory",    "small_bar"};
   hipsim_stat stats[3];
   switch (call % 4) {
     case 0:

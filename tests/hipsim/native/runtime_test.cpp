@@ -102,8 +102,9 @@ TEST(a_memory_fault_stays_and_stops_all_work) {
 
 TEST(switches_are_known_by_name_and_checked) {
   Machine machine;
-  for (const char* name : {"corrupt_loads", "host_device_pointers",
-                           "one_mapping_copies", "ignore_address_hints"}) {
+  for (const char* name :
+       {"corrupt_loads", "host_device_pointers", "one_mapping_copies",
+        "ignore_address_hints", "no_virtual_memory", "small_bar"}) {
     CHECK(machine->set_switch(name, 1) && machine->set_switch(name, -1));
     CHECK(machine->set_switch(name, 0));
   }
@@ -126,8 +127,8 @@ TEST(switches_are_known_by_name_and_checked) {
 
 TEST(reset_returns_switches_and_counters) {
   Machine machine("7.13");
-  for (const char* name :
-       {"corrupt_loads", "host_device_pointers", "ignore_address_hints"}) {
+  for (const char* name : {"corrupt_loads", "host_device_pointers",
+                           "ignore_address_hints", "no_virtual_memory", "small_bar"}) {
     CHECK(machine->set_switch(name, 1));
   }
   CHECK(machine->set_switch("stale_memory", 2));

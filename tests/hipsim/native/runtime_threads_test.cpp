@@ -859,11 +859,19 @@ class Hammer {
   void control(std::mt19937& random) {
     constexpr const char* kReleases[] = {"7.1",  "7.2.3", "7.12",
                                          "7.13", "7.15",  "7.16"};
-    constexpr const char* kSwitches[] = {
-        "corrupt_loads",        "host_device_pointers", "one_mapping_copies",
-        "ignore_address_hints", "copy_latency_us",      "fill_latency_us",
-        "host_reads",           "stale_memory",         "max_registration_bytes",
-        "max_locked_bytes",     "locked_memory"};
+    constexpr const char* kSwitches[] = {"corrupt_loads",
+                                         "host_device_pointers",
+                                         "one_mapping_copies",
+                                         "ignore_address_hints",
+                                         "copy_latency_us",
+                                         "fill_latency_us",
+                                         "host_reads",
+                                         "stale_memory",
+                                         "max_registration_bytes",
+                                         "max_locked_bytes",
+                                         "locked_memory",
+                                         "no_virtual_memory",
+                                         "small_bar"};
     switch (random() % 4) {
       case 0:
         machine_->reset(find_profile(kReleases[random() % 6]));
