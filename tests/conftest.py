@@ -34,3 +34,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     partition = _partition(item)
     if partition != "cpu" and (reason := machine().lacks(partition)):
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a few MiB, which takes seconds to make."""
+    from vllm_rocm_memory.sim.demo_model import write_demo_model
+
+    return write_demo_model(tmp_path_factory.mktemp("models") / "demo")

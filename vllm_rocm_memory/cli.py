@@ -1,51 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``vllm-rocm-memory``: lay the series over a vLLM, and take it off."""
+"""The command ``vllm-rocm-memory``: the series, what it needs, and what it did."""
 
 import argparse
+import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_rocm_memory import report
+from vllm_rocm_memory.doctor import run as doctor
+from vllm_rocm_memory.options import add_target
 from vllm_rocm_memory.series import SeriesError, operations
 from vllm_rocm_memory.series.definition import Series, load
 from vllm_rocm_memory.series.target import Target
 
-# 1 is an answer (something is not applied), 2 is a refusal, as argparse has it, and
-# 130 is what a shell says of Ctrl-C.
-NOT_APPLIED, REFUSED, INTERRUPTED = 1, 2, 130
+# 1 is an answer (something is not applied), and 2 is a refusal, as argparse has it.
+NOT_APPLIED, REFUSED = 1, 2
+
+# What a command is given: its options, and the words that are none of them.
+Command = Callable[[argparse.Namespace, Sequence[str]], int]
+SeriesCommand = Callable[[argparse.Namespace, Target, Series], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    _make_printable()
     parser = make_parser()
-    args = parser.parse_args(arguments)
+    args, words = parser.parse_known_args(arguments)
+    if words and args.command is not _doctor:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
     try:
-        target = Target.find(args.target)
-        code = args.command(args, target, load())
+        code = args.command(args, words)
         sys.stdout.flush()
     except SeriesError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         code = REFUSED
     except BrokenPipeError:
-        # `diff | head`: what is left to flush at exit has nowhere to go either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # `diff | head`
+        _discard_output()
         code = 0
     except OSError as error:
-        path = error.filename or "the target"
-        print(f"{parser.prog}: error: {path}: {error.strerror}", file=sys.stderr)
+        place = error.filename or _place(error)
+        print(f"{parser.prog}: error: {place}: {error.strerror}", file=sys.stderr)
         code = REFUSED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
-        code = INTERRUPTED
+        # As a shell says it, of Ctrl-C or of the signal that is named.
+        code = 128 + next(iter(interrupt.args), signal.SIGINT)
     sys.exit(code)
+
+
+def _make_printable() -> None:
+    """Let everything be printed, whatever the locale, and where there is no output."""
+    if sys.stdout is None:  # `>&-`
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """What is left to flush at exit has nowhere to go either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _place(error: OSError) -> str:
+    """Where an error was that names no file."""
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
+    if any(name.startswith("vllm_rocm_memory.series") for name in modules):
+        return "the target"
+    _discard_output()
+    return "standard output"
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-rocm-memory",
-        description="Lay the series over an installed vLLM or a checkout, in place.",
+        description="Lay the series over an installed vLLM or a checkout, in place, "
+        "and see what it needs and does.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     status = _add_command(
@@ -88,25 +124,21 @@ def make_parser() -> argparse.ArgumentParser:
             help="go on with a vLLM that is not a known base if every edit finds its "
             "place and every import of a replaced module still holds",
         )
+    _add_doctor(commands)
+    _add_report(commands)
     return parser
 
 
 def _add_command(
-    commands: Any, name: str, run: Any, description: str
+    commands: Any, name: str, run: SeriesCommand, description: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=description,
         description=f"{description.capitalize()}.",
     )
-    parser.set_defaults(command=run)
-    parser.add_argument(
-        "--target",
-        type=Path,
-        metavar="PATH",
-        help="site-packages, a vllm package folder or a checkout (default: the vLLM "
-        "that this Python would import)",
-    )
+    parser.set_defaults(command=_on_target(run))
+    add_target(parser)
     parser.add_argument(
         "--only",
         action="append",
@@ -115,6 +147,37 @@ def _add_command(
         help="this patch only; may be given again",
     )
     return parser
+
+
+def _on_target(run: SeriesCommand) -> Command:
+    def command(args: argparse.Namespace, words: Sequence[str]) -> int:
+        return run(args, Target.find(args.target), load())
+
+    return command
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor", help="say what is missing on this machine, and what helps"
+    )
+    doctor.add_arguments(parser)
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(args: argparse.Namespace, words: Sequence[str]) -> int:
+    return doctor.run(args, words, load())
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report", help="say what a server's last sleep freed, and what it still holds"
+    )
+    report.add_arguments(parser)
+    parser.set_defaults(command=_sleep_report)
+
+
+def _sleep_report(args: argparse.Namespace, words: Sequence[str]) -> int:
+    return report.run(args)
 
 
 def _status(args: argparse.Namespace, target: Target, series: Series) -> int:
@@ -133,10 +196,11 @@ def _status(args: argparse.Namespace, target: Target, series: Series) -> int:
 
 def _print_table(target: Target, rows: Sequence[operations.PatchStatus]) -> None:
     # Loading rich takes longer than finding the answer.
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from vllm_rocm_memory.doctor.render import Output
+
+    console = Output()
     console.print(str(target.package), soft_wrap=True)
     table = Table()
     for heading in ("patch", "state", "reason"):

@@ -16,7 +16,13 @@ from vllm.v1.simple_kv_offload.cuda_mem_ops import (
 )
 from vllm.v1.simple_kv_offload.host_cache import allocate_host_cache
 
-from .activity import FILL, KERNEL, activities, copied_bytes, names
+from vllm_rocm_memory.doctor.activity import (
+    FILL,
+    KERNEL,
+    activities,
+    copied_bytes,
+    names,
+)
 
 KIB = 1024
 GPU_BLOCKS, CPU_BLOCKS = 96, 64
