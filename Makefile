@@ -10,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-gpu test-native fuzz lint conformance contract wheel airgap clean
+.PHONY: help setup serve demo test test-gpu test-native fuzz lint docs conformance contract wheel airgap clean
 
 help: ## say what each command does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' \
@@ -33,6 +33,9 @@ setup-serve setup-test-gpu: setup-%:
 serve: setup-serve ## serve a model with KV offload, on the GPU or the simulator (MODEL=, PORT=, ARGS=)
 	@exec $(BIN)/python -m vllm_rocm_memory.serve $(ARGS)
 
+demo: setup-serve ## show it in two minutes: complete, sleep, wake, offload, doctor (ARGS=)
+	@exec $(BIN)/python -m vllm_rocm_memory.demo $(ARGS)
+
 test: setup ## run every test that this machine can run (ARGS= goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
@@ -49,6 +52,9 @@ fuzz: setup ## run the simulator's fuzzer (SECONDS=600, CLANG=/path/to/clang++)
 
 lint: setup ## check the whole tree: Python, C++, shell, Dockerfiles, CI files
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
+
+docs: setup ## build the documentation's site into build/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean
 
 conformance: setup ## run vLLM 0.33.0's own KV offload tests on the patched tree
 	@$(BIN)/python tools/conformance.py $(ARGS)

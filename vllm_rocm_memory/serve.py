@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +38,12 @@ _POLL_SECONDS = 0.2
 _PROGRESS_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
 _LAST_LINES = 20
+_LINES_AFTER_CAUSES = 8
 _ERROR = re.compile(r"\b\w*(Error|Exception|Exit): \S")
 _COPY_ENGINE = re.compile(r"KV copy engine: .*")
+# Variables that people set for one command. No key is shown: where there is one, no
+# command is.
+_CHOOSING = ("HIPSIM_", "VLLM_")
 _PROMPT = "The harbour wakes before the town does."
 
 
@@ -62,6 +66,38 @@ class Plan:
         """`vllm serve`, by the interpreter that runs this."""
         serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
         return [*serve, self.model, *self.arguments]
+
+    @property
+    def doctor(self) -> list[str]:
+        """The doctor for that server; its environment is `environment`."""
+        return [*tool(), "doctor", self.model, *self.arguments]
+
+    def pasted_doctor(self, shell: Mapping[str, str]) -> str:
+        """The same as a command for a shell.
+
+        Args:
+            shell: Its environment, with what may have been set for one command alone.
+        """
+        unset = [
+            word for name in shell.keys() - self.environment for word in ("-u", name)
+        ]
+        variables = [
+            f"{name}={value}"
+            for name, value in sorted(self.environment.items())
+            if shell.get(name) != value or name.startswith(_CHOOSING)
+        ]
+        return shlex.join(
+            [*(["env"] if unset or variables else []), *unset, *variables, *self.doctor]
+        )
+
+
+def tool() -> list[str]:
+    """`vllm-rocm-memory` of the interpreter that runs this, as the folder has it."""
+    script = Path(sys.executable).with_name("vllm-rocm-memory")
+    if not script.exists():
+        return [sys.executable, "-m", "vllm_rocm_memory.cli"]
+    here = Path.cwd()
+    return [str(script.relative_to(here) if script.is_relative_to(here) else script)]
 
 
 def is_cpu_build() -> bool:
@@ -214,12 +250,17 @@ class Call:
             words[2:2] = ["-X", "POST"]
         return shlex.join(words)
 
-    def answer(self) -> bytes | None:
-        """The body of a successful answer, else None."""
+    def response(self) -> tuple[int, bytes]:
+        """The status and the body of the answer.
+
+        Raises:
+            OSError: Nobody listens, or nothing came for `_ANSWER_SECONDS`.
+            http.client.HTTPException: The answer broke off.
+        """
         connection = http.client.HTTPConnection(
             HOST, self.port, timeout=_ANSWER_SECONDS
         )
-        try:
+        with contextlib.closing(connection):
             connection.request(
                 "GET" if self.body is None else "POST",
                 self.path,
@@ -227,16 +268,25 @@ class Call:
                 {"Content-Type": "application/json"},
             )
             response = connection.getresponse()
-            content = response.read()
+            return response.status, response.read()
+
+    def answer(self) -> bytes | None:
+        """The body of a successful answer, else None."""
+        try:
+            status, body = self.response()
         except (OSError, http.client.HTTPException):
             return None
-        finally:
-            connection.close()
-        return content if response.status == http.HTTPStatus.OK else None
+        return body if status == http.HTTPStatus.OK else None
 
 
-def example_calls(port: int) -> list[Call]:
-    """The calls worth showing: those of these that this model answers."""
+def example_commands(plan: Plan, shell: Mapping[str, str]) -> list[str]:
+    """The commands worth showing: those of these that this model answers.
+
+    Args:
+        plan: Of a server that is ready.
+        shell: The environment of the shell that they are for.
+    """
+    port = plan.port
     models = Call(port, "/v1/models").answer()
     if models is None:
         return []
@@ -254,10 +304,13 @@ def example_calls(port: int) -> list[Call]:
         Call(port, "/is_sleeping"),
     ]
     answered = [call for call in calls if call.answer() is not None]
+    commands = [call.curl() for call in answered]
     if answered[-1:] == calls[-1:]:
-        # Not made here: both take a while where the model is large.
-        answered += [Call(port, "/sleep?level=1", ""), Call(port, "/wake_up", "")]
-    return answered
+        # Not made here: they take a while where the model is large.
+        report = [*tool(), "report", "--url", f"http://{HOST}:{port}"]
+        commands += [Call(port, "/sleep?level=1", "").curl(), shlex.join(report)]
+        commands += [Call(port, "/wake_up", "").curl()]
+    return [*commands, plan.pasted_doctor(shell)]
 
 
 class Server:
@@ -295,6 +348,9 @@ class Server:
         """From now on the server's output is shown as it comes."""
         self._shown = True
 
+    def last_line(self) -> str:
+        return self.lines[-1] if self.lines else ""
+
     def exit_code(self) -> int | None:
         return self._process.poll()
 
@@ -315,11 +371,14 @@ class Server:
         text = f"the server ended by itself (exit code {self.exit_code()})"
         if self._shown:
             return text
-        report = [f"{text}. It said last:", *list(self.lines)[-_LAST_LINES:]]
-        # The cause stands far above those lines when another process had it.
-        if causes := dict.fromkeys(filter(_ERROR.search, list(self.lines))):
-            report += ["Errors in all it said:", *causes]
-        return "\n".join(report)
+        lines = list(self.lines)
+        # The cause stands far above the last lines when another process had it, and
+        # processes that it ends say it again, each with a mark of its own before it.
+        errors = filter(None, map(_ERROR.search, lines))
+        causes = dict.fromkeys(line.string[line.start() :] for line in errors)
+        named = ["Errors in all it said:", *causes] if causes else []
+        last = lines[-(_LINES_AFTER_CAUSES if causes else _LAST_LINES) :]
+        return "\n".join([f"{text}.", *named, "It said last:", *last])
 
     def stop(self) -> None:
         """Ends the server and all its children, within `STOP_SECONDS` and a little."""
@@ -335,13 +394,24 @@ class Server:
         self._reader.join(STOP_SECONDS)
 
 
-def _wait_until_ready(server: Server, port: int, stop: threading.Event) -> None:
-    """Shows progress until /health answers, or `stop` is set.
+def wait_until_ready(
+    server: Server,
+    port: int,
+    stop: threading.Event,
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Returns when /health answers, or `stop` is set.
+
+    Args:
+        server: It was started a moment ago.
+        port: Where it is going to listen.
+        stop: Set by another thread or a signal's handler.
+        progress: Takes a line about it now and then.
 
     Raises:
         ServeError: The server has ended, or says nothing any more.
     """
-    started = progress = time.monotonic()
+    started = told = time.monotonic()
     health = Call(port, "/health")
     while not stop.wait(_POLL_SECONDS) and health.answer() is None:
         now = time.monotonic()
@@ -353,10 +423,9 @@ def _wait_until_ready(server: Server, port: int, stop: threading.Event) -> None:
                 f"{SILENCE_SECONDS:.0f} s. It said last:\n"
                 + "\n".join(list(server.lines)[-_LAST_LINES:])
             )
-        if now - progress >= _PROGRESS_SECONDS:
-            progress = now
-            last = server.lines[-1] if server.lines else ""
-            say(f"  {now - started:4.0f} s  {last[:100]}")
+        if now - told >= _PROGRESS_SECONDS:
+            told = now
+            progress(f"{now - started:4.0f} s  {server.last_line()[:100]}")
 
 
 def serve(extra: Sequence[str]) -> None:
@@ -372,13 +441,17 @@ def serve(extra: Sequence[str]) -> None:
     say(f"Starting on {plan.device}:\n  {shlex.join(plan.command)}")
     server = Server(plan)
     try:
-        _wait_until_ready(server, plan.port, stop)
+        wait_until_ready(server, plan.port, stop, lambda line: say(f"  {line}"))
         if not stop.is_set():
             say(f"\nReady: http://{HOST}:{plan.port} on {plan.device}.")
             say(server.copy_engine())
-            calls = example_calls(plan.port)
-            said = ["Try:", *(f"  {call.curl()}" for call in calls)]
-            say("\n".join(said) if calls else "It wants a key, so no example is shown.")
+            commands = example_commands(plan, os.environ)
+            said = ["Try:", *(f"  {command}" for command in commands)]
+            say(
+                "\n".join(said)
+                if commands
+                else "It wants a key, so no example is shown."
+            )
             say("Ctrl-C stops the server. Its log follows.\n")
             server.show()
         while not stop.wait(_POLL_SECONDS):
@@ -393,7 +466,8 @@ def serve(extra: Sequence[str]) -> None:
 def say(text: str) -> None:
     """Prints, and goes on where nobody reads any more: the server has to be stopped."""
     try:
-        print(text, flush=True)
+        # In one piece: the server's log is printed by another thread meanwhile.
+        print(f"{text}\n", end="", flush=True)
     except OSError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

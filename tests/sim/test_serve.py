@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +26,9 @@ from vllm_rocm_memory.sim import hipsim
 
 SERVE = [sys.executable, "-m", "vllm_rocm_memory.serve"]
 READY_SECONDS = 150
+ROOT = Path(__file__).parents[2]
+COMMANDS = ROOT / "tests" / "setup" / "docs_commands.toml"
+PORT_IN_DOCUMENTS = "8000"
 
 
 def environment_for(model: Path, folder: Path) -> dict[str, str]:
@@ -31,11 +36,14 @@ def environment_for(model: Path, folder: Path) -> dict[str, str]:
     cached = folder / "vllm-rocm-memory" / "demo-model"
     shutil.copytree(model, cached)
     chosen = (
+        "ARGS",
         "MODEL",
         "PORT",
         "HIPSIM_PROFILE",
         "VLLM_KV_OFFLOAD_COPY_ENGINE",
         "VLLM_SERVER_DEV_MODE",
+        "MAKEFLAGS",
+        "MAKELEVEL",
     )
     kept = {name: value for name, value in os.environ.items() if name not in chosen}
     return {**kept, "XDG_CACHE_HOME": str(folder)}
@@ -49,13 +57,17 @@ def environment(cpu_build, demo_model, tmp_path) -> dict[str, str]:
 class Running:
     """`serve` in the background, with what it has printed so far."""
 
-    def __init__(self, environment: dict[str, str], *arguments: str) -> None:
+    def __init__(self, environment: dict[str, str], command: Sequence[str]) -> None:
+        self.environment = environment
         self.process = subprocess.Popen(
-            [*SERVE, *arguments],
+            command,
+            cwd=ROOT,
             env=environment,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -81,6 +93,14 @@ class Running:
 
     def stop(self, sign: int) -> int:
         self.process.send_signal(sign)
+        return self._ended()
+
+    def press_ctrl_c(self) -> int:
+        """What a terminal sends reaches `make` too."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self._ended()
+
+    def _ended(self) -> int:
         code = self.process.wait(60)
         self._reader.join(10)
         return code
@@ -95,9 +115,86 @@ class Running:
         self._reader.join(10)
 
 
-def begin(model: Path, folder: Path) -> Running:
-    """The server of the first test."""
-    return Running(environment_for(model, folder))
+class Documented(Running):
+    """`make serve` as the documents have it, and their other commands for it."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        entries = tomllib.loads(COMMANDS.read_text())["served"]
+        self.make, *self.entries = entries
+        self._port = str(serve.find_port(None))
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        # The width that `report` prints for.
+        chosen = {**environment, "PATH": path, "COLUMNS": "160"}
+        command = self._with_port(self.make["command"])
+        super().__init__(chosen, ["sh", "-c", f"exec env {command}"])
+
+    def _with_port(self, command: str) -> str:
+        return command.strip().replace(PORT_IN_DOCUMENTS, self._port)
+
+    def check(self, entry: dict[str, Any]) -> str:
+        """What the entry's command says, which is as the entry has it."""
+        command = self._with_port(entry.get("command", entry["line"]))
+        code, output = self.run(command)
+        allowed = entry.get("code", 0)
+        assert code in (allowed if isinstance(allowed, list) else [allowed]), output
+        assert "Traceback" not in output
+        for word in entry["says"]:
+            assert word in output, f"{word!r} is not said by {command}:\n{output}"
+        return output
+
+    def run(self, command: str) -> tuple[int, str]:
+        """The exit code and the output of a command in the checkout."""
+        if command.startswith("curl") and shutil.which("curl") is None:
+            return 0, ask(command)
+        process = subprocess.run(
+            ["sh", "-c", command],
+            cwd=ROOT,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        return process.returncode, process.stdout
+
+    def printed(self) -> list[str]:
+        """The commands that it prints."""
+        listed = self.output.partition("Try:\n")[2].partition("Ctrl-C")[0]
+        return [line.strip() for line in listed.splitlines()]
+
+
+class Begun:
+    """What the tests would otherwise wait for.
+
+    Attributes:
+        documented: The server of the first tests.
+        refused: One with an option that vLLM refuses.
+    """
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.documented = Documented(environment_for(model, folder / "documented"))
+        transfer = {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"copy_engine": "warp"},
+        }
+        command = [*SERVE, "--kv-transfer-config", json.dumps(transfer)]
+        self.refused = Running(environment_for(model, folder / "refused"), command)
+
+    def kill(self) -> None:
+        self.documented.kill()
+        self.refused.kill()
+
+
+begin = Begun
+
+
+@pytest.fixture
+def documented(begun: Begun) -> Documented:
+    """Ready."""
+    begun.documented.wait_for("Ctrl-C stops the server.")
+    return begun.documented
 
 
 @pytest.fixture
@@ -105,7 +202,8 @@ def start(environment) -> Iterator:
     running: list[Running] = []
 
     def start(*arguments: str, **variables: str) -> Running:
-        running.append(Running({**environment, **variables}, *arguments))
+        command = [*SERVE, *arguments]
+        running.append(Running({**environment, **variables}, command))
         return running[-1]
 
     yield start
@@ -113,16 +211,8 @@ def start(environment) -> Iterator:
         each.kill()
 
 
-def run_command(command: str) -> str:
-    """What the command answers; without a curl here, by a reading of its arguments."""
-    if shutil.which("curl"):
-        return subprocess.run(
-            ["sh", "-c", command],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
+def ask(command: str) -> str:
+    """What a curl would answer, where there is none, by a reading of its arguments."""
     match shlex.split(command):
         case ["curl", "-s", url]:
             request = urllib.request.Request(url)
@@ -142,17 +232,19 @@ def gone(processes: list[psutil.Process]) -> bool:
     return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
-def test_it_answers_what_it_prints_and_stops_on_ctrl_c(begun):
-    server = begun
-    server.wait_for("Ctrl-C stops the server.")
-    assert "the simulator of HIP 7.16" in server.lines[0]
-    assert re.search(r"^ +\d+ s  ", server.output, re.MULTILINE), "progress"
-
+def test_it_answers_what_it_prints(documented):
+    assert all(word in documented.output for word in documented.make["says"])
+    started = "^Starting on the simulator of HIP 7.15:"
+    assert re.search(started, documented.output, re.MULTILINE)
+    assert re.search(r"^ +\d+ s  ", documented.output, re.MULTILINE), "progress"
     engine = r"^KV copy engine: rect .*hipMemcpy2DAsync, 1 rectangle"
-    assert re.search(engine, server.output, re.MULTILINE)
+    assert re.search(engine, documented.output, re.MULTILINE)
 
-    commands = re.findall(r"^  (curl .*)$", server.output, re.MULTILINE)
-    completion, chat, metrics, before, asleep, awake = map(run_command, commands)
+    *commands, doctor = documented.printed()
+    said = [documented.run(command) for command in commands]
+    assert [code for code, _ in said] == [0] * len(commands), said
+    completion, chat, metrics, before, asleep, report, awake = [out for _, out in said]
+    assert re.search(r"^ *weights +[1-9]", report, re.MULTILINE), "freed by the sleep"
     assert json.loads(completion)["choices"][0]["text"].strip()
     assert json.loads(chat)["choices"][0]["message"]["content"].strip()
     assert re.search(r'^vllm:simple_kv_offload_info\{backend="cpu"', metrics, re.M)
@@ -161,28 +253,58 @@ def test_it_answers_what_it_prints_and_stops_on_ctrl_c(begun):
     assert json.loads(before) == {"is_sleeping": False}
     assert json.loads(asleep) == {"status": "sleeping", "level": 1}
     assert json.loads(awake)["status"] == "awake"
-    again = run_command(commands[0])
+    _, again = documented.run(commands[0])
     assert json.loads(again)["choices"] == json.loads(completion)["choices"]
 
-    processes = server.children()
-    assert len(processes) >= 3, "API server, engine and worker"
-    assert server.stop(signal.SIGINT) == 0
-    assert server.output.endswith("Stopping ...\nStopped.\n")
-    assert "Traceback" not in server.output
+    code, found = documented.run(doctor)
+    assert code in (0, 1), "the machine may be without something"
+    assert "HIP 7.15" in found and "Graph pool: active" in found
+
+
+def test_a_newcomers_commands_work_on_it(documented):
+    completions = {}
+    for entry in documented.entries:
+        output = documented.check(entry)
+        if "/v1/completions" in entry["line"]:
+            completions[entry["line"]] = json.loads(output)["choices"]
+    assert completions
+    for line, choices in completions.items():  # after the wake
+        output = documented.check({"line": line, "says": []})
+        assert json.loads(output)["choices"] == choices
+
+
+def test_ctrl_c_stops_it(documented):
+    processes = documented.children()
+    assert len(processes) >= 4, "serve, API server, engine and worker"
+    documented.press_ctrl_c()
+    assert "\nStopping ...\n" in documented.output
+    assert documented.output.endswith("\nStopped.\n")
+    assert "Traceback" not in documented.output
     assert gone(processes)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_during_the_start_stops_it_too(start, sign):
+def test_a_signal_during_the_start_stops_it_too(start):
     """SIGHUP is what a terminal that is closed leaves behind."""
-    server = start()
-    server.wait_for("Starting on")
-    server.wait_for(" s  ")
-    processes = server.children()
-    assert processes
-    assert server.stop(sign) == 0
-    assert server.output.endswith("Stopped.\n")
-    assert gone(processes)
+    servers = {s: start() for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for sign, server in servers.items():
+        server.wait_for("Starting on")
+        server.wait_for(" s  ")
+        processes = server.children()
+        assert processes
+        assert server.stop(sign) == 0, sign
+        assert server.output.endswith("Stopped.\n")
+        assert gone(processes)
+
+
+def test_what_threads_say_at_the_same_time_is_on_lines_of_its_own():
+    script = (
+        "import threading; from vllm_rocm_memory.serve import say\n"
+        "def talk(): [say('word') for _ in range(500)]\n"
+        "threads = [threading.Thread(target=talk) for _ in range(4)]\n"
+        "[each.start() for each in threads]"
+    )
+    command = [sys.executable, "-u", "-c", script]
+    assert subprocess.check_output(command) == 2000 * b"word\n"
 
 
 def test_a_reader_that_ends_does_not_block_the_server():
@@ -203,25 +325,13 @@ def test_a_reader_that_ends_does_not_block_the_server():
     assert process.wait(30) == 0
 
 
-def test_a_wrong_copy_engine_is_refused_with_the_allowed_ones(start):
-    def started(extra: dict[str, str], **variables: str):
-        transfer = {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
-        return start("--kv-transfer-config", json.dumps(transfer), **variables)
-
-    servers = {
-        "kv_connector_extra_config.copy_engine": started({"copy_engine": "warp"}),
-        "VLLM_KV_OFFLOAD_COPY_ENGINE": started({}, VLLM_KV_OFFLOAD_COPY_ENGINE="warp"),
-    }
-    for name, server in servers.items():
-        assert server.process.wait(READY_SECONDS) == 1
-        server.kill()
-        assert f"{name} is 'warp'" in server.output
-        assert "'auto', 'rect' or 'batch'" in server.output
-        assert "ended by itself (exit code 2)" in server.output
+def test_a_wrong_copy_engine_is_refused_with_the_allowed_ones(begun):
+    server = begun.refused
+    assert server.process.wait(READY_SECONDS) == 1
+    server.kill()
+    assert "kv_connector_extra_config.copy_engine is 'warp'" in server.output
+    assert "'auto', 'rect' or 'batch'" in server.output
+    assert "ended by itself (exit code 2)" in server.output
 
 
 def test_an_unknown_profile_is_refused_with_the_allowed_ones(start):
@@ -324,9 +434,43 @@ def test_curl_commands_survive_a_shell():
     ]
 
 
-def test_the_cause_of_a_death_is_told_beside_the_last_lines(environment, monkeypatch):
+def test_the_doctor_is_printed_as_a_shell_takes_it(monkeypatch, environment):
+    """With the server's environment, and from the folder where it was printed."""
+    later = {**environment, "VLLM_TARGET_DEVICE": "cpu"}
+    asked = {**later, "HIPSIM_PROFILE": "7.15", "VLLM_NO_USAGE_STATS": "1"}
+    chosen = plan(asked, "--served-model-name", "it's me")
+    assert Path(chosen.doctor[0]).name == "vllm-rocm-memory"
+    echo = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+    monkeypatch.setattr(serve, "tool", lambda: [sys.executable, "-c", echo])
+    command = ["sh", "-c", chosen.pasted_doctor(asked)]
+    said = subprocess.check_output(command, env=later, text=True)
+    arguments, variables = json.loads(said)
+    assert arguments == ["doctor", chosen.model, *chosen.arguments]
+    given_by_shells = {"PWD", "OLDPWD", "SHLVL", "_"}
+    assert {
+        name: value for name, value in variables.items() if name not in given_by_shells
+    } == {
+        name: value
+        for name, value in chosen.environment.items()
+        if name not in given_by_shells
+    }
+
+
+def test_the_tool_is_named_as_short_as_the_folder_allows(monkeypatch, tmp_path):
+    script = tmp_path / "bin" / "vllm-rocm-memory"
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    assert serve.tool()[1:] == ["-m", "vllm_rocm_memory.cli"], "no script there"
+    script.parent.mkdir()
+    script.touch()
+    assert serve.tool() == [str(script)]
+    monkeypatch.chdir(tmp_path)
+    assert serve.tool() == ["bin/vllm-rocm-memory"]
+
+
+def test_the_cause_of_a_death_is_told_before_the_last_lines(environment, monkeypatch):
     script = (
-        "print('RuntimeError: the cause'); print('noise\\n' * 100); "
+        "print('(Engine) ERROR RuntimeError: the cause'); print('noise\\n' * 100); "
+        "print('RuntimeError: the cause'); print('(API) RuntimeError: so it ended'); "
         "raise SystemExit('the end')"
     )
     dying = serve.Plan("a device", 1, "model", [], environment)
@@ -339,5 +483,13 @@ def test_the_cause_of_a_death_is_told_beside_the_last_lines(environment, monkeyp
         time.sleep(0.05)
     text = server.epitaph()
     server.stop()
-    assert "exit code 1" in text and "the end" in text
-    assert text.endswith("RuntimeError: the cause")
+    summary, causes, last = re.split("\n(?:Errors in all it|It) said.*:\n", text)
+    assert summary == "the server ended by itself (exit code 1)."
+    assert causes.splitlines() == [
+        "RuntimeError: the cause",
+        "RuntimeError: so it ended",
+    ]
+    assert last.endswith(
+        "noise\n\nRuntimeError: the cause\n(API) RuntimeError: so it ended\nthe end"
+    )
+    assert len(last.splitlines()) < 10
