@@ -5,8 +5,11 @@ The partitions are in `partitions.toml`, and which machine each needs in
 `tools/partitions.py`.
 """
 
+import gc
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from partitions import Machine, Partitions
@@ -42,3 +45,27 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from vllm_rocm_memory.sim.demo_model import write_demo_model
 
     return write_demo_model(tmp_path_factory.mktemp("models") / "demo")
+
+
+@pytest.fixture
+def simulated_allocator() -> Iterator[Any]:
+    """One under PyTorch's pools on the simulated device of HIP, and emptied."""
+    import torch
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    from vllm_rocm_memory.sim import hipsim, torch_device
+
+    hipsim.load()
+    hipsim.reset("7.2.3")
+    hipsim.configure(host_reads="allow", stale_memory="poisoned")
+    uninstall = torch_device.install()
+    allocator = CuMemAllocator()
+    yield allocator
+    allocator.release_pools()
+    gc.collect()
+    torch.accelerator.empty_cache()
+    assert allocator.pointer_to_data == {}
+    uninstall()
+    gc.collect()
+    hipsim.reset(hipsim.PROFILES[-1])
+    hipsim.assert_clean()

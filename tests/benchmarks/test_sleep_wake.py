@@ -24,7 +24,7 @@ import torch
 import vllm
 
 from vllm_rocm_memory import serve
-from vllm_rocm_memory.sim import hipsim, torch_device
+from vllm_rocm_memory.sim import hipsim
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sleep_wake.py"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -765,27 +765,12 @@ def quick_calls() -> Iterator[None]:
 
 
 @pytest.fixture
-def simulated(quick_calls, monkeypatch) -> Iterator[Any]:
+def simulated(quick_calls, monkeypatch, request) -> Any:
     """An allocator on the simulator, without the names that the series adds."""
     if not serve.is_cpu_build():
         pytest.skip("a process with a GPU's own driver does not use the simulator's")
     monkeypatch.setattr(bench, "CHUNK_WORDS", MIB // 8)
-    hipsim.load()
-    hipsim.reset("7.2.3")
-    hipsim.configure(host_reads="allow", stale_memory="poisoned")
-    uninstall = torch_device.install()
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    allocator = CuMemAllocator()
-    yield allocator
-    allocator.release_pools()
-    gc.collect()
-    torch.accelerator.empty_cache()
-    assert allocator.pointer_to_data == {}
-    uninstall()
-    gc.collect()
-    hipsim.reset(hipsim.PROFILES[-1])
-    hipsim.assert_clean()
+    return request.getfixturevalue("simulated_allocator")
 
 
 class Upstreams:

@@ -16,7 +16,6 @@ import torch
 from vllm.device_allocator.cumem import CuMemAllocator
 
 from vllm_rocm_memory import serve
-from vllm_rocm_memory.sim import hipsim
 
 from .simulated_gpu import (
     IS_HIP,
@@ -153,23 +152,10 @@ def world(
 
 
 @pytest.fixture
-def allocator(module: ModuleType) -> Iterator[CuMemAllocator]:
-    """One under PyTorch's pools on the simulated device of HIP, and emptied."""
-    from vllm_rocm_memory.sim import torch_device
-
-    hipsim.reset("7.2.3")
-    hipsim.configure(host_reads="allow", stale_memory="poisoned")
-    uninstall = torch_device.install()
-    allocator = CuMemAllocator()
-    yield allocator
-    allocator.release_pools()
-    gc.collect()
-    torch.accelerator.empty_cache()
-    assert allocator.pointer_to_data == {}
-    uninstall()
-    gc.collect()
-    hipsim.reset(hipsim.PROFILES[-1])
-    hipsim.assert_clean()
+def allocator(
+    module: ModuleType, simulated_allocator: CuMemAllocator
+) -> CuMemAllocator:
+    return simulated_allocator
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -22,10 +22,10 @@ from vllm_rocm_memory.doctor.checks import CHECKS, Check, base
 from vllm_rocm_memory.doctor.finding import Finding, State
 from vllm_rocm_memory.doctor.machine import Machine, _probe_import, ask
 from vllm_rocm_memory.doctor.render import show
-from vllm_rocm_memory.doctor.sizes import readable
 from vllm_rocm_memory.series import verification
 from vllm_rocm_memory.series.bases import UnknownBaseError
 from vllm_rocm_memory.series.target import Target
+from vllm_rocm_memory.sizes import readable
 
 from .conftest import answers
 

@@ -821,7 +821,8 @@ answers = {}
 for profile in hipsim.PROFILES:
     hipsim.reset(profile)
     cuda_mem_ops._batch_memcpy = None
-    answers[profile] = runtime_probe.find().to_json()
+    *_, found = runtime_probe.find()
+    answers[profile] = found.to_json()
 print("\\n" + json.dumps(answers))
 """
 

@@ -26,6 +26,8 @@ import pytest
 
 from vllm_rocm_memory import serve
 
+from .. import documented_commands
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TABLE = Path(__file__).with_name("docs_commands.toml")
@@ -341,25 +343,9 @@ def with_programs() -> dict[str, str]:
 
 
 def shell(command: str, folder: Path, **variables: str) -> tuple[int, str]:
-    process = subprocess.run(
-        ["sh", "-c", command],
-        cwd=folder,
-        env=environment(**variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
+    return documented_commands.run(
+        command, folder, environment(**variables), seconds=240
     )
-    return process.returncode, process.stdout
-
-
-def check(entry: Command, code: int, output: str) -> None:
-    allowed = entry.get("code", 0)
-    assert code in (allowed if isinstance(allowed, list) else [allowed]), output
-    assert "Traceback" not in output
-    for word in entry["says"]:
-        assert word in output, f"{word!r} is not in:\n{output}"
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +382,7 @@ def test_it_runs(entry, places):
     folder, command = places[entry["place"]], entry.get("command", entry["line"])
     variables = {} if is_make(command) else with_programs()
     code, output = shell(command, folder, **variables)
-    check(entry, code, output)
+    documented_commands.check(entry, code, output)
     if "sample" in entry:
         for line in sample(entry["sample"]):
             assert line in output

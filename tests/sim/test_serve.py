@@ -24,6 +24,8 @@ import pytest
 from vllm_rocm_memory import serve
 from vllm_rocm_memory.sim import hipsim
 
+from .. import documented_commands
+
 SERVE = [sys.executable, "-m", "vllm_rocm_memory.serve"]
 READY_SECONDS = 150
 ROOT = Path(__file__).parents[2]
@@ -135,28 +137,14 @@ class Documented(Running):
         """What the entry's command says, which is as the entry has it."""
         command = self._with_port(entry.get("command", entry["line"]))
         code, output = self.run(command)
-        allowed = entry.get("code", 0)
-        assert code in (allowed if isinstance(allowed, list) else [allowed]), output
-        assert "Traceback" not in output
-        for word in entry["says"]:
-            assert word in output, f"{word!r} is not said by {command}:\n{output}"
+        documented_commands.check(entry, code, output)
         return output
 
     def run(self, command: str) -> tuple[int, str]:
         """The exit code and the output of a command in the checkout."""
         if command.startswith("curl") and shutil.which("curl") is None:
             return 0, ask(command)
-        process = subprocess.run(
-            ["sh", "-c", command],
-            cwd=ROOT,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
-        return process.returncode, process.stdout
+        return documented_commands.run(command, ROOT, self.environment, seconds=120)
 
     def printed(self) -> list[str]:
         """The commands that it prints."""

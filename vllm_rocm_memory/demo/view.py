@@ -2,6 +2,7 @@
 """How the story is shown: plain lines, and on a terminal what goes on at the moment."""
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -17,20 +18,17 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from vllm_rocm_memory import sizes
 from vllm_rocm_memory.demo.engine import Memory
+from vllm_rocm_memory.doctor.render import SIGNS
 
 _PLAIN_WIDTH = 80
 _BAR_WIDTH = 20
 # On a terminal a step stays for that long, and a bar takes that long to move.
 _SEEN_SECONDS = 0.6
 _MOVE_SECONDS = 0.5
-# Of the doctor's states: sign, the same in ASCII, style.
-_SIGNS = {
-    "success": ("\u2713", "ok", "green"),
-    "partial": ("!", "!", "yellow"),
-    "missing": ("\u2717", "X", "red"),
-    "not available": ("-", "-", "dim"),
-}
+readable = functools.partial(sizes.readable, units=("B", "KiB", "MiB", "GiB"))
+"""Bytes in the unit that suits them."""
 
 
 def make_console(
@@ -41,16 +39,6 @@ def make_console(
     watched &= environment.get("TERM", "dumb") not in ("dumb", "unknown")
     width = None if watched else _PLAIN_WIDTH
     return Console(file=file, force_terminal=watched, width=width, highlight=False)
-
-
-def readable(size: int) -> str:
-    """Bytes in the unit that suits them."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
 
 
 @dataclass
@@ -189,7 +177,7 @@ def findings(checks: list[dict[str, Any]], unicode: bool = True) -> Table:
     table.add_column(no_wrap=True)
     table.add_column()
     for check in checks:
-        sign, ascii_sign, style = _SIGNS[check["state"]]
+        sign, ascii_sign, style = SIGNS[check["state"]]
         state = Text(sign if unicode else ascii_sign, style)
         table.add_row(state, check["name"], _one_line(check["summary"]))
         if check["state"] == "missing":

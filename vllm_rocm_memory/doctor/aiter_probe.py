@@ -10,12 +10,12 @@ prints one line of JSON: ``{"fenced": [names]}`` or ``{"refusal": sentence}``.
 """
 
 import ast
-import json
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from vllm_rocm_memory.doctor import probe
+from vllm_rocm_memory.doctor.source import import_file
 
 CLASS = "CustomAllreduce"
 _NOT_CALLED_ON_INSTANCES = {"staticmethod", "classmethod", "property"}
@@ -73,18 +73,10 @@ def main() -> None:
         raise SystemExit(f"{source}: {error}") from error
     answer: dict[str, Any]
     try:
-        answer = {"fenced": _load(fence_file).fence(allreduce).fenced_methods}
+        answer = {"fenced": import_file(fence_file).fence(allreduce).fenced_methods}
     except RuntimeError as error:
         answer = {"refusal": str(error)}
-    print(json.dumps(answer))
-
-
-def _load(file: Path) -> ModuleType:
-    spec = spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    probe.tell(answer)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ A program of its own, because an import may end its process.
 """
 
 import importlib
-import json
-import os
+
+from vllm_rocm_memory.doctor import probe
 
 
 def find() -> str | None:
@@ -22,9 +22,8 @@ def find() -> str | None:
 
 
 def main() -> None:
-    print(f"\n{json.dumps({'problem': find()})}", flush=True)
-    # Threads of what was imported may not end.
-    os._exit(0)
+    probe.tell({"problem": find()})
+    probe.end()
 
 
 if __name__ == "__main__":

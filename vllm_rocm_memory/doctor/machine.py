@@ -8,12 +8,12 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from vllm_rocm_memory.doctor.children import Child
+from vllm_rocm_memory.doctor.source import import_file
 from vllm_rocm_memory.series import SeriesError
 from vllm_rocm_memory.series.definition import Series, load
 from vllm_rocm_memory.series.target import Target
@@ -156,13 +156,7 @@ class Machine:
         It is the series' own, so that the target needs to be neither patched nor
         whole. The file must not import vLLM.
         """
-        file = self.series.files / path
-        spec = spec_from_file_location(f"_doctor_{file.stem}", file)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{file} cannot be imported")
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return import_file(self.series.files / path)
 
     def command(self, words: str) -> str:
         """How ``vllm-rocm-memory`` is to be called for this target."""

@@ -15,14 +15,15 @@ from vllm_rocm_memory.doctor.finding import State
 from vllm_rocm_memory.doctor.machine import Machine
 from vllm_rocm_memory.doctor.run import Result, examine
 
-# By state: the sign, the same where only ASCII can be shown, and the colour.
-_SIGNS = {
+SIGNS = {
     State.SUCCESS: ("✓", "ok", "green"),
     State.PARTIAL: ("!", "!", "yellow"),
     State.MISSING: ("✗", "X", "red"),
     State.NOT_AVAILABLE: ("-", "-", "dim"),
     State.CRASHED: ("☠", "crash", "bold red"),
 }
+"""By state: the sign, the same where only ASCII can be shown, and the colour."""
+
 _SIGN_WIDTH = 3
 # No line ends within a command, so that it can be copied.
 _COMMAND, _UNBROKEN = re.compile(r"`[^`]+`"), "\N{NO-BREAK SPACE}"
@@ -102,7 +103,7 @@ def _stripped(text: Text) -> Text:
 def _rows(result: Result, *, utf8: bool) -> Iterator[tuple[Text, Text]]:
     """What stands at the left, and the text beside it."""
     finding = result.finding
-    sign, ascii_sign, style = _SIGNS[finding.state]
+    sign, ascii_sign, style = SIGNS[finding.state]
     title = (f"{result.check.title}: ", "bold")
     yield (
         Text(f"[{sign if utf8 else ascii_sign}]", style),

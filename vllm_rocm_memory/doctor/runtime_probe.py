@@ -10,16 +10,15 @@ HIPSIM_PROFILE is set and PyTorch is its CPU build, it is the simulator's.
 
 import ctypes
 import importlib.util
-import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from vllm_rocm_memory.doctor import probe_copies
+from vllm_rocm_memory.doctor import probe, probe_copies
 from vllm_rocm_memory.doctor.facts import CUDA, HIP, BatchCopies, RuntimeFacts
 from vllm_rocm_memory.sim.platform import PROFILE_VARIABLE
 
@@ -42,10 +41,16 @@ _CUDA_VIRTUAL_MEMORY = 102
 _SERIES_MODULE = "vllm.v1.simple_kv_offload.copy_choice"
 
 
-def find() -> RuntimeFacts:
-    """Everything that this process can find out."""
+def find() -> Iterator[RuntimeFacts]:
+    """What this process finds out, and then that with the copies that it makes.
+
+    The first counts if the process does not live to find the other.
+    """
     facts = look()
-    return facts if facts.copies_unknown else _ask_vllm(facts)
+    if facts.copies_unknown is None:
+        yield replace(facts, batches=NO_END, copies_unknown=NO_END)
+        facts = _ask_vllm(facts)
+    yield facts
 
 
 def look() -> RuntimeFacts:
@@ -274,18 +279,9 @@ def _copied(copier: probe_copies.Copier) -> dict[str, Any]:
 
 
 def main() -> None:
-    facts = look()
-    if facts.copies_unknown is None:
-        # What counts if this process does not live to print the rest.
-        _print(replace(facts, batches=NO_END, copies_unknown=NO_END))
-        facts = _ask_vllm(facts)
-    _print(facts)
-    # A driver may hang when its process ends.
-    os._exit(0)
-
-
-def _print(facts: RuntimeFacts) -> None:
-    print(f"\n{json.dumps(facts.to_json())}", flush=True)
+    for facts in find():
+        probe.tell(facts.to_json())
+    probe.end()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_rocm_memory.doctor import probe
 from vllm_rocm_memory.doctor.facts import GraphPool, ServingFacts
 
 if TYPE_CHECKING:
@@ -427,10 +428,8 @@ _STEMS = {"*.safetensors": "model", "*.bin": "pytorch_model"}
 def main() -> None:
     # Nothing is fetched, and nobody is told.
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    facts = find(sys.argv[1:])
-    print(f"\n{json.dumps(facts.to_json())}", flush=True)
-    # Threads of what was imported may not end.
-    os._exit(0)
+    probe.tell(find(sys.argv[1:]).to_json())
+    probe.end()
 
 
 if __name__ == "__main__":

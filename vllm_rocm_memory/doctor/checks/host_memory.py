@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm_rocm_memory.doctor.facts import ServingFacts
 from vllm_rocm_memory.doctor.finding import Finding, State
 from vllm_rocm_memory.doctor.machine import NO_ARGUMENTS, Machine
-from vllm_rocm_memory.doctor.sizes import readable
+from vllm_rocm_memory.sizes import readable
 
 _CAPACITY = "vllm/device_allocator/host_capacity.py"
 _SYS_NICE = 23  # CAP_SYS_NICE, capabilities(7)

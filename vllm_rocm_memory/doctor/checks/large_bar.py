@@ -7,7 +7,7 @@ from vllm_rocm_memory.doctor.device import is_before, known_device, rocm
 from vllm_rocm_memory.doctor.facts import HIP
 from vllm_rocm_memory.doctor.finding import Finding, State
 from vllm_rocm_memory.doctor.machine import Machine
-from vllm_rocm_memory.doctor.sizes import readable
+from vllm_rocm_memory.sizes import readable
 
 # rocm-systems#1620: a mapping may be opened to the host.
 _HOST_ACCESS = (7, 2)

@@ -6,7 +6,7 @@ import re
 from vllm_rocm_memory.doctor.checks.host_memory import HostNeed, host_need
 from vllm_rocm_memory.doctor.finding import Finding, State
 from vllm_rocm_memory.doctor.machine import Machine
-from vllm_rocm_memory.doctor.sizes import readable
+from vllm_rocm_memory.sizes import readable
 
 _IPC_LOCK = 14  # CAP_IPC_LOCK, capabilities(7)
 _UNLIMITED = "unlimited"
