@@ -10,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-gpu test-native fuzz lint docs conformance contract wheel airgap clean
+.PHONY: help setup serve demo test test-gpu two-gpus test-native fuzz lint docs conformance contract wheel airgap clean
 
 help: ## say what each command does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1|/' \
@@ -41,6 +41,9 @@ test: setup ## run every test that this machine can run (ARGS= goes to pytest)
 
 test-gpu: setup-test-gpu ## run every test that this machine's GPUs can run, and say why others are left out
 	@$(BIN)/python tools/gpu_tests.py $(ARGS)
+
+two-gpus: setup-test-gpu ## run what two GPUs are needed for, beside upstream, and log it (ARGS=)
+	@$(BIN)/python tools/two_gpus.py $(ARGS)
 
 test-native: setup ## C++ tests and the contract under the thread, address and UB sanitizers
 	@$(BIN)/python tools/native_tests.py

@@ -68,6 +68,7 @@ def documented_parser(documentation: str | None) -> argparse.ArgumentParser:
         description=description,
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
 
 

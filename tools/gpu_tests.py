@@ -33,13 +33,13 @@ from typing import Any, NamedTuple
 
 import bootstrap
 import pytest
-from partitions import Machine, Partitions, PartitionsError
+from partitions import SHARE_GPU_VARIABLE, Machine, Partitions, PartitionsError
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPUS = ("gpu", "gpu-2", "rocm-only")
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
 COLLECTION_S = 300
 LOOK_S = 180
 # for pytest to write what it has when it is asked to end, and for engines to let go
@@ -145,6 +145,7 @@ class Surroundings:
         )
         parts = (
             gpus or "no GPU",
+            "shared by the ranks of gpu-2" if self.machine.ranks_share_gpu else "",
             self.driver,
             f"torch {self.machine.torch} for {self.machine.build}",
             f"vLLM {self.vllm}",
@@ -724,6 +725,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--list", action="store_true", help="say what would run, and run nothing"
     )
     parser.add_argument(
+        "--share-gpu",
+        action="store_true",
+        help="on a machine with one GPU have all ranks of gpu-2's files use it, which "
+        "rehearses them",
+    )
+    parser.add_argument(
         "--timeout",
         type=_seconds,
         default=TIMEOUT_S,
@@ -912,7 +919,14 @@ def main(
             options.output.mkdir(parents=True, exist_ok=True)
             if not options.list:
                 _clear(options.output, partitions, options.tests)
+        if options.share_gpu:
+            os.environ[SHARE_GPU_VARIABLE] = "1"  # read there, and by the tests
         surroundings = surroundings or Surroundings.look()
+        if options.share_gpu and surroundings.machine.gpus > 1:
+            raise GpuTestsError(
+                f"--share-gpu: {surroundings.machine.gpus} GPUs are visible, one for "
+                "each rank. Leave it out"
+            )
         if options.list:
             show_list(chosen, surroundings, console)
             return 0

@@ -6,6 +6,7 @@ Read by `tests/conftest.py` and by `gpu_tests.py`, which so give the same reason
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 
 FILE = "partitions.toml"
 NAMES = ("cpu", "gpu", "gpu-2", "rocm-only")
+SHARE_GPU_VARIABLE = "GPU_TESTS_SHARE_GPU"
 
 
 class PartitionsError(Exception):
@@ -28,12 +30,14 @@ class Machine:
         cuda: The version of CUDA that it is built for, or None.
         hip: The version of HIP that it is built for, or None.
         gpus: How many GPUs are visible.
+        ranks_share_gpu: There is one, and the ranks of `gpu-2` are to share it.
     """
 
     torch: str
     cuda: str | None
     hip: str | None
     gpus: int
+    ranks_share_gpu: bool = False
 
     @classmethod
     def seen_by_torch(cls) -> Machine:
@@ -45,7 +49,10 @@ class Machine:
             # The runtime's count. Until its first use torch.cuda.device_count() is that
             # of amdsmi or NVML, which also count what this process cannot open.
             gpus = torch._C._cuda_getDeviceCount()
-        return cls(torch.__version__, torch.version.cuda, torch.version.hip, gpus)
+        shared = gpus == 1 and os.environ.get(SHARE_GPU_VARIABLE) == "1"
+        return cls(
+            torch.__version__, torch.version.cuda, torch.version.hip, gpus, shared
+        )
 
     @property
     def build(self) -> str:
@@ -59,8 +66,9 @@ class Machine:
         none = f"PyTorch {self.torch} sees none"
         if partition == "gpu" and not self.gpus:
             return f"needs a GPU: {none}"
-        if partition == "gpu-2" and self.gpus < 2:
-            return f"needs 2 GPUs: {'1 is visible' if self.gpus else none}"
+        if partition == "gpu-2" and self.gpus < 2 and not self.ranks_share_gpu:
+            one = "1 is visible, which its ranks share with --share-gpu"
+            return f"needs 2 GPUs: {one if self.gpus else none}"
         if partition == "rocm-only" and self.hip is None:
             return f"needs ROCm: PyTorch {self.torch} is built for {self.build}"
         if partition == "rocm-only" and not self.gpus:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two ranks, each with a GPU: captures all-reduces, sleeps, wakes and replays.
+"""One of two ranks: captures all-reduces, sleeps, wakes and replays.
 
-    python captured_all_reduce.py RANK PORT MODEL RESULT
+    python captured_all_reduce.py RANK GPUS PORT MODEL RESULT
 
-Groups, communicators, the pool of the capture and sleep mode are vLLM's. What happened
-is written to RESULT as JSON.
+GPUS is how many there are; with 1 both ranks share it. Groups, communicators, the pool
+of the capture and sleep mode are vLLM's. What happened is written to RESULT as JSON.
 """
 
 import json
@@ -18,7 +18,6 @@ from unittest import mock
 
 import torch
 
-RANKS = 2
 CYCLES = 10
 # Rows and columns of bfloat16; custom all-reduces take up to 8 MiB.
 SHAPE = 256, 1024
@@ -63,28 +62,31 @@ class Reductions:
 class Ranks:
     """This rank's group, under the configuration of an engine with sleep mode."""
 
-    def __init__(self, rank: int, port: int, model: str) -> None:
+    def __init__(self, rank: int, device: int, port: int, model: str) -> None:
+        from ranks import RANKS
         from vllm.config import set_current_vllm_config
         from vllm.distributed import parallel_state
         from vllm.engine.arg_utils import EngineArgs
 
-        torch.accelerator.set_device_index(rank)
-        self.rank = rank
+        torch.accelerator.set_device_index(device)
+        self.rank, self.size = rank, RANKS
+        self.device = torch.device("cuda", device)
         self.config = EngineArgs(
             model=model,
             dtype="bfloat16",
             max_model_len=256,
             tensor_parallel_size=RANKS,
+            distributed_executor_backend="mp",
             enable_sleep_mode=True,
             sleep_mode_offload_cudagraph=True,
         ).create_engine_config()
         assert self.config.use_cumem_cudagraph_pool
         with set_current_vllm_config(self.config):
             parallel_state.init_distributed_environment(
-                RANKS, rank, f"tcp://127.0.0.1:{port}", rank, "nccl"
+                RANKS, rank, f"tcp://127.0.0.1:{port}", device, "nccl"
             )
             self.group: Any = parallel_state.init_model_parallel_group(
-                [list(range(RANKS))], rank, "nccl", group_name="tp"
+                [list(range(RANKS))], device, "nccl", group_name="tp"
             )
 
     @property
@@ -94,13 +96,20 @@ class Ranks:
     def barrier(self) -> None:
         torch.distributed.barrier(group=self.group.cpu_group)
 
+    def reduced_by_torch(self, given: torch.Tensor) -> torch.Tensor:
+        """By PyTorch's NCCL or RCCL."""
+        result = given.clone()
+        torch.distributed.all_reduce(result, group=self.communicator.device_group)
+        return result
+
     def values(self, number: int) -> torch.Tensor:
         """What this rank gives, small whole numbers whose sums are exact."""
         return self._values_of(self.rank, number)
 
     def sum(self, number: int) -> torch.Tensor:
         """Of what all ranks give."""
-        return torch.stack([self._values_of(r, number) for r in range(RANKS)]).sum(0)
+        given = [self._values_of(rank, number) for rank in range(self.size)]
+        return torch.stack(given).sum(0)
 
     @staticmethod
     def _values_of(rank: int, number: int) -> torch.Tensor:
@@ -117,7 +126,8 @@ def reductions(ranks: Ranks) -> tuple[dict[str, Reduce], dict[str, str]]:
     if comm.pynccl_comm is not None and not comm.pynccl_comm.disabled:
         found["nccl"] = comm.pynccl_comm.all_reduce
     else:
-        missing["nccl"] = "vLLM has not loaded NCCL or RCCL"
+        # As the engine does where vLLM cannot use NCCL or RCCL by itself.
+        found["nccl"] = ranks.reduced_by_torch
     if comm.ca_comm is not None and not comm.ca_comm.disabled:
         found["custom"] = comm.ca_comm.custom_all_reduce
     elif comm.aiter_ar_comm is not None:
@@ -209,7 +219,7 @@ def registers_elsewhere(ranks: Ranks, seen: Reductions) -> int:
 
     reduce = CustomAllreduce(
         ranks.group.cpu_group,
-        torch.device("cuda", ranks.rank),
+        ranks.device,
         register_graph_buffers=True,
     )
     given = ranks.values(1)
@@ -234,6 +244,8 @@ def registers_elsewhere(ranks: Ranks, seen: Reductions) -> int:
 
 def captured(ranks: Ranks, seen: Reductions) -> dict[str, Any]:
     """Capture each kind of all-reduce, and replay them all in each cycle."""
+    from ranks import reducers, register_captures, should_reduce
+
     found, missing = reductions(ranks)
     with allocator().use_memory_pool("weights"):
         weights = torch.full(SHAPE, 2, dtype=torch.bfloat16, device="cuda")
@@ -246,14 +258,11 @@ def captured(ranks: Ranks, seen: Reductions) -> dict[str, Any]:
             asleep.append(sleep_and_wake(ranks, cycle, weights))
         for kind, each in graphs.items():
             right[kind].append(each.is_right(cycle + 1))
-    own, aiter = ranks.communicator.ca_comm, ranks.communicator.aiter_ar_comm
     return {
         "register": os.environ.get("NCCL_GRAPH_REGISTER"),
-        "registers captures": bool(
-            (own is not None and own._capture_registered)
-            or (aiter is not None and aiter.aiter_ca.enable_register_for_capturing)
-        ),
+        "registers captures": register_captures(reducers(ranks.communicator)),
         "missing": missing,
+        "should reduce": should_reduce(),
         "kinds": {
             kind: {"in pool": each.sleeps, "right": right[kind]}
             for kind, each in graphs.items()
@@ -265,10 +274,15 @@ def captured(ranks: Ranks, seen: Reductions) -> dict[str, Any]:
     }
 
 
-def main(rank: str, port: str, model: str, result: str) -> None:
+def main(rank: str, gpus: str, port: str, model: str, result: str) -> None:
+    number, device = int(rank), int(rank) % int(gpus)
+    if int(gpus) == 1:
+        from sharing_worker import share_gpu
+
+        share_gpu(number)
     seen = Reductions()
     with seen.watched():
-        ranks = Ranks(int(rank), int(port), model)
+        ranks = Ranks(number, device, int(port), model)
         report = captured(ranks, seen)
     Path(result).write_text(json.dumps(report))
     ranks.barrier()

@@ -10,8 +10,11 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
+
+from partitions import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 # Characters of what a child said that a failure shows.
@@ -28,16 +31,21 @@ ENGINE = {
 }
 """For engines: no hub, nothing that has to be downloaded or compiled for long."""
 
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+"""NVLink's multicast is not what is tested, and not every machine lets it."""
+
 LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
+    # Their workspaces are what multicast is used for.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    # NVLink's multicast is not what is tested, and not every machine lets it.
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    **MULTICAST_OFF,
 }
 """For several ranks on one host."""
 
@@ -49,6 +57,12 @@ def environment(*parts: Mapping[str, str]) -> dict[str, str]:
     for part in parts:
         made |= part
     return made
+
+
+@cache
+def share_gpu() -> bool:
+    """Whether all ranks use the only GPU: a rehearsal of what needs one for each."""
+    return Machine.seen_by_torch().ranks_share_gpu
 
 
 def free_port() -> int:

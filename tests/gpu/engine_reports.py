@@ -2,17 +2,20 @@
 """What every engine of `sleep_engine.py` has to have done, on each of its ranks."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from .children import ENGINE, environment, python, run
+from .ranks import RANKS
+from .sleep_engine import WORDS
 
 PROGRAM = Path(__file__).with_name("sleep_engine.py")
 SECONDS = 540
 # Of the device, that the driver may take for host memory which a first sleep registers.
 TAKEN = 32 << 20
 
+GIB = 1 << 30
 BLOCK = 32  # tokens
 # Keys and values of 4 layers, 2 heads, 64 elements each, in bfloat16.
 BLOCK_BYTES = 2 * 4 * 2 * 64 * 2 * BLOCK
@@ -29,6 +32,32 @@ OPTIONS: dict[str, Any] = {
 }
 """For `vllm.LLM`: kernels that compile where they run, and graphs of whole steps."""
 
+
+def in_memory(ranks: int = 1) -> dict[str, Any]:
+    """More of them: a KV cache that every prompt fits into."""
+    return {"kv_cache_memory_bytes": GIB // ranks}
+
+
+def with_kv_offload(ranks: int = 1) -> dict[str, Any]:
+    """More of them: a KV cache of a few blocks, so prompts come back from the host."""
+    return {
+        "kv_cache_memory_bytes": 40 * BLOCK_BYTES // ranks,
+        "kv_transfer_config": {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": 64 << 20,
+                "copy_engine": "rect",
+            },
+        },
+    }
+
+
+ENGINES = {"in memory": in_memory, "with KV offload": with_kv_offload}
+
+FAULTS = ("no room", "another handle", "in parts")
+"""That make a wake fail on one rank, as `sleep_engine.py` names them."""
+
 Report = dict[str, Any]
 
 
@@ -36,6 +65,7 @@ def report_of(
     folder: Path,
     model: Path,
     options: Mapping[str, Any],
+    rounds: int = 2,
     seconds: float = SECONDS,
     **variables: str,
 ) -> Report:
@@ -43,7 +73,7 @@ def report_of(
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / "report.json"
     run(
-        python(PROGRAM, model, result, json.dumps(OPTIONS | dict(options))),
+        python(PROGRAM, model, result, json.dumps(OPTIONS | dict(options)), rounds),
         env=environment(ENGINE, variables),
         seconds=seconds,
     )
@@ -62,9 +92,21 @@ def assert_graphs_sleep(report: Report) -> None:
         replays = after
 
 
-def assert_memory_goes_and_comes(report: Report) -> None:
-    """A sleep takes all of it on every rank, and each wake what it is asked for."""
+def assert_memory_goes_and_comes(
+    report: Report, taken: int | None = TAKEN, ranks_share: bool = False
+) -> None:
+    """A sleep takes all of it on every rank, and each wake what it is asked for.
+
+    Args:
+        report: Of the engine.
+        taken: Bytes of the device that the driver may take for each rank meanwhile.
+            None where all that sleeps is no more than that: the allocators are looked
+            at then, and not the device.
+        ranks_share: A GPU, so that each rank sees the others' memory go, too.
+    """
     whole = report["mapped"]
+    ranks = len(whole) if ranks_share else 1
+    everything = sum(sum(mapped.values()) for mapped in whole)
     for mapped in whole:
         assert {"weights", "kv_cache", "cudagraph"} <= set(mapped)
         assert all(mapped.values())
@@ -72,7 +114,10 @@ def assert_memory_goes_and_comes(report: Report) -> None:
         name = cycle["name"]
         assert cycle["asleep"] == [{} for _ in whole], name
         for given_back, mapped in zip(cycle["given back"], whole, strict=True):
-            assert given_back >= sum(mapped.values()) - TAKEN, name
+            sleeps = everything if ranks_share else sum(mapped.values())
+            if taken is not None:
+                assert sleeps > 2 * ranks * taken, "or the next line shows nothing"
+                assert given_back >= sleeps - ranks * taken, name
         for part in cycle["partly"]:
             (woken,) = part["tags"]
             waits = {"weights": "kv_cache", "kv_cache": "weights"}[woken]
@@ -84,6 +129,9 @@ def assert_memory_goes_and_comes(report: Report) -> None:
             cycle["reports"], cycle["reports before"], whole, strict=True
         ):
             assert_report_is_right(told, before, mapped)
+            if taken is not None:
+                sleeps_beside = everything - sum(mapped.values()) if ranks_share else 0
+                assert_rest_stays(told, before, taken, sleeps_beside)
 
 
 def assert_report_is_right(
@@ -97,15 +145,30 @@ def assert_report_is_right(
     assert (held["tags"], held["asleep"]) == ({}, mapped)
     awake = before["now"]["device"]
     assert (awake["tags"], awake["asleep"]) == (mapped, {})
-    # What nobody lists does not sleep, so tags that it hid would show.
-    assert abs(unlisted(held) - unlisted(awake)) <= TAKEN
     assert held["rest_bytes"] > 0, "a context at least"
     assert held["graph_pool_bytes"] == 0, "the graphs sleep"
     assert (held["others_bytes"] is None) == (held["others_unknown"] is not None)
 
 
+def assert_rest_stays(
+    told: Report, before: Report, taken: int, sleeps_beside: int
+) -> None:
+    """What nobody lists does not sleep, so tags that it hid would show.
+
+    Args:
+        told: What a rank says while it is asleep.
+        before: And before that.
+        taken: Bytes that the driver may take or give back for each rank meanwhile.
+        sleeps_beside: Bytes that other ranks on the same device have given back.
+    """
+    awake, held = (each["now"]["device"] for each in (before, told))
+    ranks = 2 if sleeps_beside else 1
+    gone = unlisted(awake) - unlisted(held)
+    assert abs(gone - sleeps_beside) <= ranks * taken
+
+
 def unlisted(device: Mapping[str, Any]) -> int:
-    """Bytes that neither the allocator nor PyTorch has."""
+    """Bytes that neither the allocator nor PyTorch of the rank has."""
     return int(device["rest_bytes"]) + int(device["others_bytes"] or 0)
 
 
@@ -121,3 +184,59 @@ def assert_answers_are_the_same(report: Report) -> None:
         for kind in ("computed", "cached", "again"):
             assert cycle["answers"][kind] == first[kind], (cycle["name"], kind)
     assert report["without weights"]["cached"] != first["cached"]
+
+
+def assert_blocks_come_back(report: Report, from_host: bool) -> None:
+    """From the host to every rank, before any sleep and after each cycle, or never."""
+    for answers in (report["answers"], *(each["answers"] for each in report["cycles"])):
+        assert {loads > 0 for loads in answers["loads"]} == {from_host}
+
+
+def assert_ranks_agree_on_failed_wakes(
+    report: Report, ranks_share: bool = False, faults: Collection[str] = FAULTS
+) -> None:
+    """The engine sleeps on, says whose wake failed, and the next wake wakes all.
+
+    Args:
+        report: Of an engine of several ranks.
+        ranks_share: A GPU: one that is full for one rank is so for all.
+        faults: Those that are looked at.
+    """
+    whole, first = report["mapped"], report["answers"]
+    found = [told for told in report["failed wakes"] if told["name"] in faults]
+    assert {told["name"] for told in found} == {*faults}
+    for told in found:
+        what = told["name"], told["rank"]
+        fail = {told["rank"]}
+        if told["name"] == "no room" and ranks_share:
+            fail = {*range(RANKS)}
+        assert told["error"], what
+        assert f"failed on {len(fail)} of {RANKS} ranks" in told["error"], what
+        for rank, mapped in enumerate(told["mapped after the error"]):
+            assert (f"rank {rank}: " in told["error"]) == (rank in fail), what
+            assert (mapped == {}) == (rank in fail), what
+        assert told["is asleep"], what
+        assert not told["is asleep at the end"], what
+        assert told["mapped"] == whole, what
+        for kind in ("computed", "cached", "again"):
+            assert told["answers"][kind] == first[kind], (what, kind)
+
+
+def assert_failed_copies_cost_one_prompt(report: Report) -> None:
+    """A copy that failed on one rank has failed: its blocks are not used, on none."""
+    known = dict(zip(WORDS, report["answers"]["again"], strict=True))
+    told = report["failed copies"]
+    assert [(each["direction"], each["rank"]) for each in told] == [
+        (direction, rank) for rank in range(RANKS) for direction in ("load", "store")
+    ]
+    for each in told:
+        what = each["direction"], each["rank"]
+        others = [count for n, count in enumerate(each["spoiled"]) if n != each["rank"]]
+        assert each["spoiled"][each["rank"]] > 0 and not any(others), what
+        if each["direction"] == "load":
+            assert each["reason"] == "error", what
+            assert each["again"] == known[each["word"]], what
+            assert each["loads"] == [2] * RANKS, "the next one loads"
+        else:
+            assert each["again"] == each["computed"], what
+            assert each["loads"] == [0] * RANKS, "none of it was in the pool"

@@ -3,54 +3,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.simple_kv_offload import cuda_mem_ops
-
-from vllm_rocm_memory.sim.demo_model import write_demo_model
 
 from .children import ENGINE
 from .engine_reports import BLOCK, BLOCK_BYTES
 from .sleep_engine import BODY, WORDS
+from .spoiled_copies import Spoiler
 
 DEVICE_BLOCKS = 40
 PATIENCE = 60.0
-
-
-class Spoiler:
-    """Spoils chosen transfers, so that the runtime refuses one of their copies."""
-
-    def __init__(self) -> None:
-        self.submit = cuda_mem_ops._submit_rectangles
-        self.loads = self.stores = 0
-        self.load_after: int | None = None
-        self.spoil_stores = False
-        self.spoiled = 0
-        cuda_mem_ops._submit_rectangles = self.rectangles
-
-    def close(self) -> None:
-        cuda_mem_ops._submit_rectangles = self.submit
-
-    def rectangles(self, rectangles, params):
-        if self._spoils(params.direction):
-            table = rectangles.table.copy()
-            # Rows so far apart that no memory has them.
-            table[:, 4:6] = 1 << 40
-            rectangles = dataclasses.replace(rectangles, table=table)
-        return self.submit(rectangles, params)
-
-    def _spoils(self, direction: str) -> bool:
-        is_load = direction == "load"
-        self.loads += is_load
-        self.stores += not is_load
-        spoils = self.load_after == self.loads if is_load else self.spoil_stores
-        self.spoiled += spoils
-        return spoils
 
 
 class Engine:
@@ -117,12 +83,11 @@ def tokens(output: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(demo_model: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENGINE.items():
             patch.setenv(name, value)
-        model = write_demo_model(tmp_path_factory.mktemp("model") / "demo")
-        engine = Engine(model)
+        engine = Engine(demo_model)
         yield engine
         engine.spoiler.close()
         engine.llm.llm_engine.engine_core.shutdown()
@@ -144,35 +109,35 @@ def computed(engine: Engine) -> dict[str, list[int]]:
 
 
 def test_blocks_that_come_back_give_the_same_answers(engine, computed):
-    before = engine.spoiler.loads
+    before = engine.spoiler.seen["load"]
     for word, answer in computed.items():
         output = engine.ask(word)
         assert tokens(output) == answer
         assert output.num_cached_tokens > 0
-    assert engine.spoiler.loads - before == len(computed)
+    assert engine.spoiler.seen["load"] - before == len(computed)
 
 
 def test_a_failed_load_costs_its_own_request(engine, computed):
     for word in WORDS:
-        engine.spoiler.load_after = engine.spoiler.loads + 1
+        engine.spoiler.spoil("load", 1)
         failed = engine.ask(word)
         assert failed.outputs[0].finish_reason == "error"
         assert tokens(engine.ask(word)) == computed[word], "the next one loads"
     engine.settle()
-    assert engine.spoiler.spoiled == len(WORDS)
+    assert engine.spoiler.spoiled["load"] == len(WORDS)
 
 
 def test_a_failed_store_is_never_served(engine, computed):
-    engine.spoiler.spoil_stores = True
+    engine.spoiler.spoil("store")
     fresh = [f"{word}, again" for word in WORDS]
     answers = [tokens(engine.ask(word)) for word in fresh]
     engine.settle()
-    engine.spoiler.spoil_stores = False
-    loads = engine.spoiler.loads
+    engine.spoiler.spoil("store", 0)
+    loads = engine.spoiler.seen["load"]
     for word, answer in zip(fresh[:3], answers[:3], strict=True):
         output = engine.ask(word)
         assert tokens(output) == answer
-    assert engine.spoiler.loads == loads, "none of it was in the pool"
+    assert engine.spoiler.seen["load"] == loads, "none of it was in the pool"
 
 
 def test_answers_are_the_same_after_sleep(engine, computed):
@@ -184,7 +149,7 @@ def test_answers_are_the_same_after_sleep(engine, computed):
         for word, answer in computed.items():
             engine.ask(word)
             assert tokens(engine.ask(word)) == answer
-        loads = engine.spoiler.loads
+        loads = engine.spoiler.seen["load"]
         for word, answer in computed.items():
             assert tokens(engine.ask(word)) == answer
-        assert engine.spoiler.loads - loads == len(computed)
+        assert engine.spoiler.seen["load"] - loads == len(computed)

@@ -224,7 +224,8 @@ def test_every_file_has_its_row_and_every_failure_its_cause(tests, tmp_path, cap
     ):
         assert f"  {line}" in report
     assert "2 x needs [thing] (test_mixed.py, test_skipped.py)" in report
-    assert "2 x needs 2 GPUs: 1 is visible (test_two.py)" in report
+    lacks = "needs 2 GPUs: 1 is visible, which its ranks share with --share-gpu"
+    assert f"2 x {lacks} (test_two.py)" in report
     amd = "1 x needs ROCm: PyTorch 2.11.0+cu130 is built for CUDA 13.0"
     assert f"{amd} (sub/test_amd.py)" in report
     assert (
@@ -469,7 +470,8 @@ def test_the_list_runs_nothing(tests, capsys):
     assert run(tests, "--list") == 0
     out = capsys.readouterr().out
     assert row(out, "test_crash.py") == ["gpu", "runs"]
-    assert row(out, "test_two.py") == ["gpu-2", "needs 2 GPUs: 1 is visible"]
+    assert row(out, "test_two.py")[0] == "gpu-2"
+    assert row(out, "test_two.py")[1].startswith("needs 2 GPUs: 1 is visible, which")
     assert run(tests, "--list", "--partition", "rocm-only") == 0
     out = capsys.readouterr().out
     assert "sub/test_amd.py" in out and "test_crash.py" not in out
@@ -534,6 +536,33 @@ def test_without_a_gpu_it_says_what_to_do(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(("gpus", "shared"), [(0, False), (1, True), (2, False)])
+def test_ranks_share_the_only_gpu(tests, capsys, monkeypatch, gpus, shared):
+    """And each has its own where there are two; then there is nothing to be shared."""
+    partition(tests, "test_mixed.py")
+    monkeypatch.setenv("GPU_TESTS_SHARE_GPU", "")  # put back at the end
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: gpus, raising=False)
+
+    def look() -> Surroundings:
+        machine = Machine.seen_by_torch()
+        return dataclasses.replace(ONE_GPU, machine=machine, names=("H200",) * gpus)
+
+    monkeypatch.setattr(Surroundings, "look", look)
+    words = ["--tests", str(tests), "--list"]
+    assert gpu_tests.main(words) == 0
+    assert "shared by the ranks" not in capsys.readouterr().out
+    status = gpu_tests.main([*words, "--share-gpu"])
+    said = capsys.readouterr()
+    if gpus > 1:
+        assert status == 1
+        assert "--share-gpu: 2 GPUs are visible, one for each rank" in said.err
+    else:
+        assert status == 0
+        assert ("1 x H200, shared by the ranks of gpu-2" in said.out) == shared
+        assert (row(said.out, "test_two.py")[-1] == "runs") == shared
+
+
 def test_it_looks_at_this_machine():
     seen = Surroundings.look()
     assert seen.machine == Machine.seen_by_torch()
@@ -589,7 +618,8 @@ def test_gpus_are_those_of_the_runtime(monkeypatch, there, counted):
         (
             ONE_GPU.machine,
             {
-                "gpu-2": "needs 2 GPUs: 1 is visible",
+                "gpu-2": "needs 2 GPUs: 1 is visible, which its ranks share with "
+                "--share-gpu",
                 "rocm-only": "needs ROCm: PyTorch 2.11.0+cu130 is built for CUDA 13.0",
             },
         ),
@@ -600,6 +630,10 @@ def test_gpus_are_those_of_the_runtime(monkeypatch, there, counted):
                 "gpu-2": "needs 2 GPUs: PyTorch 2.11.0+rocm7.2 sees none",
                 "rocm-only": "needs an AMD GPU: PyTorch 2.11.0+rocm7.2 sees none",
             },
+        ),
+        (
+            dataclasses.replace(ONE_GPU.machine, ranks_share_gpu=True),
+            {"rocm-only": "needs ROCm: PyTorch 2.11.0+cu130 is built for CUDA 13.0"},
         ),
         (AMD, {}),
     ],
