@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import bootstrap
 import pytest
@@ -345,6 +345,37 @@ def _log_of(file: Selected, output: Path) -> Path:
     return output / f"{file.path.removesuffix('.py').replace('/', '-')}.log"
 
 
+class Tee(threading.Thread):
+    """Writes what a process says to a log, and may show it as it comes.
+
+    It reads to the end whatever becomes of that, or the process would wait for ever.
+
+    Attributes:
+        lost: Why the log is not whole, or nothing.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], out: BinaryIO, is_shown: bool
+    ) -> None:
+        super().__init__(daemon=True)
+        assert process.stdout is not None
+        self._pipe, self._out, self._is_shown = process.stdout, out, is_shown
+        self.lost = ""
+        self.start()
+
+    def run(self) -> None:
+        with self._out, self._pipe:
+            while said := os.read(self._pipe.fileno(), 1 << 16):
+                try:
+                    self._out.write(said)
+                except OSError as error:
+                    self.lost = self.lost or str(error)
+                if self._is_shown:
+                    with contextlib.suppress(OSError):
+                        sys.stdout.write(said.decode(errors="replace"))
+                        sys.stdout.flush()
+
+
 def run_file(
     file: Selected,
     tests: Path,
@@ -374,6 +405,7 @@ def run_file(
     color = "yes" if sys.stdout.isatty() else "no"
     token = uuid.uuid4().hex
     started = time.monotonic()
+    out = log.open("wb", buffering=0)
     process = subprocess.Popen(
         [
             *_pytest(tests),
@@ -393,18 +425,7 @@ def run_file(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-
-    def show() -> None:
-        assert process.stdout is not None
-        with log.open("wb", buffering=0) as out, process.stdout as said:
-            while part := os.read(said.fileno(), 1 << 16):
-                out.write(part)
-                if is_shown:
-                    sys.stdout.write(part.decode(errors="replace"))
-                    sys.stdout.flush()
-
-    shown = threading.Thread(target=show, daemon=True)
-    shown.start()
+    tee = Tee(process, out, is_shown)
     has_ended, left = False, set[int]()
     try:
         has_ended = _has_ended(process, timeout, lambda: interruption.times > 0)
@@ -417,7 +438,7 @@ def run_file(
         _signal(process, signal.SIGKILL)
         status = process.wait()
         left = _kill_marked(token)
-        shown.join(GRACE_S)
+        tee.join(GRACE_S)
     outcome.seconds = time.monotonic() - started
     has_results = outcome.read(junit, is_whole=status != pytest.ExitCode.INTERRUPTED)
     if outcome.was_interrupted:
@@ -428,6 +449,8 @@ def run_file(
         wrong = _wrong_with(status, outcome, has_results, bool(extra))
     if wrong:
         outcome.failures.append(Failure("", wrong))
+    if tee.lost:
+        outcome.failures.append(Failure("", f"{log} is not whole: {tee.lost}"))
     if left:
         outcome.failures.append(
             Failure(
@@ -623,6 +646,13 @@ class Report:
         ]
 
 
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file that is whole also for who reads it while this process is ended."""
+    begun = path.with_name(f".{path.name}")
+    begun.write_text(text)
+    begun.replace(path)
+
+
 def _say(console: Console, text: str = "") -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -762,9 +792,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[Interruption]:
+def told_to_end(is_raised: bool = False) -> Iterator[Interruption]:
     """So that a run that is told to end takes its processes along."""
-    interruption = Interruption()
+    interruption = Interruption(is_raised=is_raised)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
 
@@ -863,7 +893,7 @@ def run(
     to_run = [file for file in chosen if file not in report.left_out]
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        interruption = stack.enter_context(_told_to_end())
+        interruption = stack.enter_context(told_to_end())
         output = options.output or Path(
             stack.enter_context(tempfile.TemporaryDirectory())
         )
@@ -944,10 +974,7 @@ def main(
     console.print()
     report.show(console)
     if options.output is not None:
-        # at once, for one who reads it while this process is ended
-        begun = options.output / f".{REPORT}"
-        begun.write_text(console.export_text().lstrip())
-        begun.replace(options.output / REPORT)
+        write_at_once(options.output / REPORT, console.export_text().lstrip())
     return report.status
 
 

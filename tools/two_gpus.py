@@ -20,7 +20,6 @@ when both parts passed and the two trees were what they are named.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -30,15 +29,22 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gpu_tests import NARROWEST, REPORT, GpuTestsError, Surroundings
+from gpu_tests import (
+    NARROWEST,
+    REPORT,
+    GpuTestsError,
+    Surroundings,
+    Tee,
+    told_to_end,
+    write_at_once,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -48,10 +54,8 @@ LOG = "two_gpus.txt"
 BENCHMARK = "benchmarks/sleep_wake.py"
 # For a part that is told to end: pytest writes what it has, engines let go of the GPU.
 GRACE_S = 60.0
-PUMP_S = 5.0
+TEE_S = 5.0
 TOPOLOGY_S = 30.0
-# Of a file of tests with several engines, each of which has a limit of its own.
-FILE_S = 3600
 # Those of the benchmark that are decided here.
 DECIDED = ("--ranks", "--trees", "--output", "--simulate", "--from-json")
 
@@ -101,8 +105,7 @@ class Part:
         """
         started = time.monotonic()
         try:
-            with log.open("wb", buffering=0) as out:
-                lost = self._run(out)
+            lost = self._run(log.open("wb", buffering=0))
             if self.status is not None and self.status < 0:
                 self.wrong = f"killed by {signal.Signals(-self.status).name}"
             elif self.status:
@@ -126,23 +129,7 @@ class Part:
             # A terminal's Ctrl-C comes from here alone, since a second one kills.
             process_group=0,
         )
-        lost: list[str] = []
-
-        def pump() -> None:
-            # Read to the end whatever becomes of it, or the part would wait for ever.
-            assert process.stdout is not None
-            with process.stdout as pipe:
-                while said := os.read(pipe.fileno(), 1 << 16):
-                    try:
-                        out.write(said)
-                    except OSError as error:
-                        lost.append(str(error))
-                    with contextlib.suppress(OSError):
-                        sys.stdout.write(said.decode(errors="replace"))
-                        sys.stdout.flush()
-
-        pumping = threading.Thread(target=pump, daemon=True)
-        pumping.start()
+        tee = Tee(process, out, is_shown=True)
         try:
             self.status = process.wait()
         except KeyboardInterrupt:
@@ -150,8 +137,8 @@ class Part:
             _end(process)
             raise
         finally:
-            pumping.join(PUMP_S)
-        return lost[0] if lost else ""
+            tee.join(TEE_S)
+        return tee.lost
 
     def __str__(self) -> str:
         ended = self.wrong or "passed"
@@ -227,10 +214,7 @@ class Trip:
                 self.write()
 
     def write(self) -> None:
-        path = self.output / LOG
-        begun = path.with_name(f".{LOG}")
-        begun.write_text(str(self))
-        begun.replace(path)
+        write_at_once(self.output / LOG, str(self))
 
     def __str__(self) -> str:
         what = (
@@ -285,7 +269,7 @@ def make_parts(
     ranks = "1" if share else str(RANKS)
     tests, measured = output / "tests", output / "sleep_wake"
     words = {upstream: "DIR", patched: "DIR", output: "OUT"}
-    of_tests = ["--partition", "gpu-2", *share, "--timeout", str(FILE_S), "--output"]
+    of_tests = ["--partition", "gpu-2", *share, "--output"]
     decided = [*extra, "--ranks", ranks, "--output", str(measured), "--trees"]
     trees = {"upstream": upstream, "patched": patched}
     shown = [*extra, "--ranks", ranks, "--trees", *(f"{name}=DIR" for name in trees)]
@@ -427,20 +411,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextlib.contextmanager
-def _told_to_end() -> Iterator[None]:
-    """So that a run that is told to end, in whatever way, ends its part and says so."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(each, signal.default_int_handler) for each in numbers]
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("make two-gpus: interrupted", file=sys.stderr)
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
 def main(
     arguments: Sequence[str] | None = None, surroundings: Surroundings | None = None
 ) -> int:
@@ -466,8 +436,11 @@ def main(
         check_benchmark(parts[-1].command[2:])
         output.mkdir(parents=True, exist_ok=True)
         trip = Trip(surroundings, output, parts, topology() if gpus >= RANKS else "")
-        with _told_to_end():
-            trip.run()
+        try:
+            with told_to_end(is_raised=True):
+                trip.run()
+        except KeyboardInterrupt:
+            print("make two-gpus: interrupted", file=sys.stderr)
     except (TwoGpusError, GpuTestsError) as error:
         print(f"make two-gpus: {error}", file=sys.stderr)
         return 1

@@ -92,32 +92,15 @@ def assert_graphs_sleep(report: Report) -> None:
         replays = after
 
 
-def assert_memory_goes_and_comes(
-    report: Report, taken: int | None = TAKEN, ranks_share: bool = False
-) -> None:
-    """A sleep takes all of it on every rank, and each wake what it is asked for.
-
-    Args:
-        report: Of the engine.
-        taken: Bytes of the device that the driver may take for each rank meanwhile.
-            None where all that sleeps is no more than that: the allocators are looked
-            at then, and not the device.
-        ranks_share: A GPU, so that each rank sees the others' memory go, too.
-    """
+def assert_memory_goes_and_comes(report: Report) -> None:
+    """A sleep takes all of it on every rank, and each wake what it is asked for."""
     whole = report["mapped"]
-    ranks = len(whole) if ranks_share else 1
-    everything = sum(sum(mapped.values()) for mapped in whole)
     for mapped in whole:
         assert {"weights", "kv_cache", "cudagraph"} <= set(mapped)
         assert all(mapped.values())
     for cycle in report["cycles"]:
         name = cycle["name"]
         assert cycle["asleep"] == [{} for _ in whole], name
-        for given_back, mapped in zip(cycle["given back"], whole, strict=True):
-            sleeps = everything if ranks_share else sum(mapped.values())
-            if taken is not None:
-                assert sleeps > 2 * ranks * taken, "or the next line shows nothing"
-                assert given_back >= sleeps - ranks * taken, name
         for part in cycle["partly"]:
             (woken,) = part["tags"]
             waits = {"weights": "kv_cache", "kv_cache": "weights"}[woken]
@@ -129,9 +112,6 @@ def assert_memory_goes_and_comes(
             cycle["reports"], cycle["reports before"], whole, strict=True
         ):
             assert_report_is_right(told, before, mapped)
-            if taken is not None:
-                sleeps_beside = everything - sum(mapped.values()) if ranks_share else 0
-                assert_rest_stays(told, before, taken, sleeps_beside)
 
 
 def assert_report_is_right(
@@ -150,21 +130,30 @@ def assert_report_is_right(
     assert (held["others_bytes"] is None) == (held["others_unknown"] is not None)
 
 
-def assert_rest_stays(
-    told: Report, before: Report, taken: int, sleeps_beside: int
+def assert_device_gives_back(
+    report: Report, taken: int = TAKEN, ranks_share: bool = False
 ) -> None:
-    """What nobody lists does not sleep, so tags that it hid would show.
+    """What sleeps goes from the device, and nothing else does.
 
     Args:
-        told: What a rank says while it is asleep.
-        before: And before that.
-        taken: Bytes that the driver may take or give back for each rank meanwhile.
-        sleeps_beside: Bytes that other ranks on the same device have given back.
+        report: Of an engine of which more sleeps than the driver may take meanwhile.
+        taken: Bytes of the device that the driver may take for each rank.
+        ranks_share: A device, so that each rank sees the others' memory go, too.
     """
-    awake, held = (each["now"]["device"] for each in (before, told))
-    ranks = 2 if sleeps_beside else 1
-    gone = unlisted(awake) - unlisted(held)
-    assert abs(gone - sleeps_beside) <= ranks * taken
+    own = [sum(mapped.values()) for mapped in report["mapped"]]
+    gone = [sum(own)] * len(own) if ranks_share else own
+    taken *= len(own) if ranks_share else 1
+    assert all(each > 2 * taken for each in gone), "or the next lines show nothing"
+    for cycle in report["cycles"]:
+        for given_back, expected in zip(cycle["given back"], gone, strict=True):
+            assert given_back >= expected - taken, cycle["name"]
+        for told, before, all_gone, of_rank in zip(
+            cycle["reports"], cycle["reports before"], gone, own, strict=True
+        ):
+            awake, held = (each["now"]["device"] for each in (before, told))
+            # What nobody lists does not sleep, so tags that it hid would show.
+            others = unlisted(awake) - unlisted(held)
+            assert abs(others - (all_gone - of_rank)) <= taken, cycle["name"]
 
 
 def unlisted(device: Mapping[str, Any]) -> int:
@@ -181,9 +170,14 @@ def assert_answers_are_the_same(report: Report) -> None:
     first = report["answers"]
     assert len(set(map(tuple, first["cached"]))) > 1
     for cycle in report["cycles"]:
-        for kind in ("computed", "cached", "again"):
-            assert cycle["answers"][kind] == first[kind], (cycle["name"], kind)
+        assert_same(cycle["answers"], first, cycle["name"])
     assert report["without weights"]["cached"] != first["cached"]
+
+
+def assert_same(answers: Report, first: Report, what: object) -> None:
+    """Answers to the same prompts, whichever way their blocks came."""
+    for kind in ("computed", "cached", "again"):
+        assert answers[kind] == first[kind], (what, kind)
 
 
 def assert_blocks_come_back(report: Report, from_host: bool) -> None:
@@ -218,8 +212,7 @@ def assert_ranks_agree_on_failed_wakes(
         assert told["is asleep"], what
         assert not told["is asleep at the end"], what
         assert told["mapped"] == whole, what
-        for kind in ("computed", "cached", "again"):
-            assert told["answers"][kind] == first[kind], (what, kind)
+        assert_same(told["answers"], first, what)
 
 
 def assert_failed_copies_cost_one_prompt(report: Report) -> None:

@@ -142,6 +142,15 @@ def multicast(worker: Any) -> dict[str, str]:
     }
 
 
+def settle(llm: Any) -> None:
+    """Step an engine in this process until no store is on its way."""
+    engine = llm.llm_engine
+    deadline = time.monotonic() + PATIENCE_S
+    while engine.engine_core.engine_core.scheduler.has_requests():
+        assert time.monotonic() < deadline, "stores do not end"
+        engine.step()
+
+
 class Run:
     """The engine, and what it has said so far."""
 
@@ -329,7 +338,7 @@ class Run:
         before = self.calls()
         self.llm.collective_rpc(spoil, args=(rank, "store", 1 << 30))
         computed = self.ask(word)
-        self.settle()
+        settle(self.llm)
         self.llm.collective_rpc(spoil, args=(rank, "store", 0))
         spoiled = self.calls_since(before, "spoiled")
         for other in WORDS:  # which takes the device's blocks
@@ -343,14 +352,6 @@ class Run:
             "again": self.ask(word),
             "loads": self.calls_since(before, "load"),
         }
-
-    def settle(self) -> None:
-        """Step until no store is on its way."""
-        engine = self.llm.llm_engine
-        deadline = time.monotonic() + PATIENCE_S
-        while engine.engine_core.engine_core.scheduler.has_requests():
-            assert time.monotonic() < deadline, "stores do not end"
-            engine.step()
 
     def reload(self) -> None:
         self.llm.collective_rpc("reload_weights")

@@ -12,11 +12,10 @@ import pytest
 
 from .children import ENGINE
 from .engine_reports import BLOCK, BLOCK_BYTES
-from .sleep_engine import BODY, WORDS
+from .sleep_engine import BODY, PATIENCE_S, WORDS, settle
 from .spoiled_copies import Spoiler
 
 DEVICE_BLOCKS = 40
-PATIENCE = 60.0
 
 
 class Engine:
@@ -41,7 +40,6 @@ class Engine:
                 "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
             },
         )
-        self.core = self.llm.llm_engine.engine_core.engine_core
         self.spoiler = Spoiler()
         worker = self.llm.collective_rpc(_offload_worker)[0]
         assert worker._backend.copy_engine == "rect"
@@ -56,20 +54,13 @@ class Engine:
         name = f"request-{self.asked}"
         engine = self.llm.llm_engine
         engine.add_request(name, word + BODY, greedy)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             assert time.monotonic() < deadline, f"{name} does not end"
             for output in engine.step():
                 if output.finished:
                     assert output.request_id == name
                     return output
-
-    def settle(self) -> None:
-        """Step until no store is on its way."""
-        deadline = time.monotonic() + PATIENCE
-        while self.core.scheduler.has_requests():
-            assert time.monotonic() < deadline, "stores do not end"
-            self.llm.llm_engine.step()
 
 
 def _offload_worker(worker: Any) -> Any:
@@ -123,7 +114,7 @@ def test_a_failed_load_costs_its_own_request(engine, computed):
         failed = engine.ask(word)
         assert failed.outputs[0].finish_reason == "error"
         assert tokens(engine.ask(word)) == computed[word], "the next one loads"
-    engine.settle()
+    settle(engine.llm)
     assert engine.spoiler.spoiled["load"] == len(WORDS)
 
 
@@ -131,7 +122,7 @@ def test_a_failed_store_is_never_served(engine, computed):
     engine.spoiler.spoil("store")
     fresh = [f"{word}, again" for word in WORDS]
     answers = [tokens(engine.ask(word)) for word in fresh]
-    engine.settle()
+    settle(engine.llm)
     engine.spoiler.spoil("store", 0)
     loads = engine.spoiler.seen["load"]
     for word, answer in zip(fresh[:3], answers[:3], strict=True):
@@ -143,7 +134,7 @@ def test_a_failed_store_is_never_served(engine, computed):
 def test_answers_are_the_same_after_sleep(engine, computed):
     """The pool is emptied by sleep, filled again, and serves again."""
     for _ in range(2):
-        engine.settle()
+        settle(engine.llm)
         engine.llm.sleep(level=1)
         engine.llm.wake_up()
         for word, answer in computed.items():

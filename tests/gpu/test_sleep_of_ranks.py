@@ -72,9 +72,10 @@ def test_graphs_sleep_on_both_ranks(report):
 
 
 def test_memory_goes_and_comes_on_both_ranks(report, kind):
+    engine_reports.assert_memory_goes_and_comes(report)
     # A cache of a few blocks is less than the driver may take meanwhile.
-    taken = engine_reports.TAKEN if kind == "in memory" else None
-    engine_reports.assert_memory_goes_and_comes(report, taken, share_gpu())
+    if kind == "in memory":
+        engine_reports.assert_device_gives_back(report, ranks_share=share_gpu())
 
 
 def test_answers_are_the_same_after_each_cycle(report):

@@ -441,6 +441,19 @@ def test_a_log_that_cannot_be_written_ends_the_others(
         assert_ended(int((tests / "pid").read_text()))
 
 
+def test_a_log_that_is_not_whole_is_a_failure(tests, tmp_path, capsys, monkeypatch):
+    """And the file runs to its end all the same."""
+    monkeypatch.setattr(gpu_tests, "_clear", lambda *_: None)
+    partition(tests)
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "test_both.log").symlink_to("/dev/full")
+    assert run(tests, "--output", str(output), "test_both.py") == 1
+    out = capsys.readouterr().out
+    assert f"  test_both.py: {output}/test_both.log is not whole: [Errno 28] No" in out
+    assert "1 passed, 1 failed, 0 skipped" in out
+
+
 # --- What it takes and says ----------------------------------------------------------
 
 

@@ -57,12 +57,17 @@ def part(folder: Path, title: str, does: str = "", wrong: str = "") -> Part:
     return Part(title, shown, command, report, (figures,), words, lambda: wrong)
 
 
+def make_tree(folder: Path) -> Path:
+    """One that vLLM could be imported from."""
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "vllm" / "__init__.py").touch()
+    return folder
+
+
 @pytest.fixture
 def trees(tmp_path, monkeypatch) -> Path:
     """A vLLM as released behind the one that is imported, as on a GPU machine."""
-    site = tmp_path / "site"
-    (site / "vllm").mkdir(parents=True)
-    (site / "vllm" / "__init__.py").touch()
+    site = make_tree(tmp_path / "site")
     monkeypatch.syspath_prepend(site)
     monkeypatch.setattr(sys, "path", [*sys.path[1:], str(site)])
     return site
@@ -75,10 +80,7 @@ def trees(tmp_path, monkeypatch) -> Path:
     ("gpus", "ranks", "shares"), [(1, 1, True), (2, 2, False), (8, 2, False)]
 )
 def test_the_commands_are_what_their_programs_take(tmp_path, gpus, ranks, shares):
-    upstream, patched = tmp_path / "upstream", tmp_path / "patched"
-    for tree in (upstream, patched):
-        (tree / "vllm").mkdir(parents=True)
-        (tree / "vllm" / "__init__.py").touch()
+    upstream, patched = (make_tree(tmp_path / n) for n in ("upstream", "patched"))
     extra = ["--cycles", "5", "--pause", "0.5"]
     tests, measured = two_gpus.make_parts(gpus, tmp_path, upstream, patched, extra)
 
@@ -142,8 +144,7 @@ def test_another_upstream_may_be_named(trees, tmp_path):
     other = tmp_path / "other"
     with pytest.raises(TwoGpusError, match=re.escape(f"--upstream {other}: there is")):
         two_gpus.find_trees(other)
-    (other / "vllm").mkdir(parents=True)
-    (other / "vllm" / "__init__.py").touch()
+    make_tree(other)
     assert two_gpus.find_trees(other)[0] == other
 
 
@@ -242,21 +243,16 @@ def test_told_to_end_it_keeps_what_there_is(tmp_path, number):
     ]
     program = (
         "import pickle, sys, two_gpus\n"
-        "two_gpus.make_parts = lambda *_: [\n"
-        "    two_gpus.Part(*each) for each in pickle.load(sys.stdin.buffer)]\n"
+        "surroundings, parts = pickle.load(sys.stdin.buffer)\n"
+        "two_gpus.make_parts = lambda *_: [two_gpus.Part(*each) for each in parts]\n"
         "two_gpus.find_trees = lambda upstream: (None, None)\n"
         "two_gpus.check_benchmark = lambda command: None\n"
-        f"surroundings = two_gpus.Surroundings(**{dataclasses.asdict(TWO)!r})\n"
-        "from partitions import Machine\n"
-        "object.__setattr__(surroundings, 'machine', Machine(**surroundings.machine))\n"
         "sys.exit(two_gpus.main(['--output', sys.argv[1]], surroundings))\n"
     )
-    given = pickle.dumps(
-        [(each.title, each.shown, each.command, each.report) for each in parts]
-    )
+    plain = [(each.title, each.shown, each.command, each.report) for each in parts]
     ended = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
-        input=given,
+        input=pickle.dumps((TWO, plain)),
         capture_output=True,
         timeout=60,
         start_new_session=True,

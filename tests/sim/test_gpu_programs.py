@@ -54,7 +54,8 @@ def report(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Report
 
 def test_memory_of_both_ranks_goes_and_comes(report):
     engine_reports.assert_graphs_sleep(report)
-    engine_reports.assert_memory_goes_and_comes(report, taken=0)
+    engine_reports.assert_memory_goes_and_comes(report)
+    engine_reports.assert_device_gives_back(report, taken=0)
 
 
 def test_answers_are_the_same_after_each_cycle(report):
